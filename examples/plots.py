@@ -1,0 +1,95 @@
+"""The two pictures of a run: is it learning, and do its experts share the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from checkpoint import History
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREY = "#2166ac", "#d6604d", "#555555"
+
+
+def plot_loss(path: Path, history: History, unigram_entropy: float, target: float) -> None:
+    """Training and held-out loss against steps, with the unigram entropy and the share of it to be reached."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    steps = np.arange(1, history.steps + 1)
+    axes.plot(steps, history.loss, color=BLUE, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, _smooth(history.loss), color=BLUE, linewidth=1.8, label="training (faint: each step)")
+    heldout_steps, heldout = zip(*history.heldout, strict=True)
+    axes.plot(heldout_steps, heldout, color=ORANGE, marker="o", markersize=5, linewidth=1.5, label="held out")
+    axes.annotate(
+        f"{heldout[-1]:.2f}",
+        (heldout_steps[-1], heldout[-1]),
+        xytext=(6, 0),
+        textcoords="offset points",
+        color=ORANGE,
+        va="center",
+    )
+    _level(axes, unigram_entropy, "--", f"unigram entropy of the text: {unigram_entropy:.2f}")
+    _level(axes, target * unigram_entropy, ":", f"target, {target:g} of it: {target * unigram_entropy:.2f}")
+    axes.set_xlim(0, history.steps * 1.06)
+    axes.set_ylim(0, max(6.0, max(history.loss)))
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a byte)")
+    axes.set_title("Loss", loc="left")
+    axes.legend(frameon=False, loc="upper right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_expert_load(path: Path, history: History, columns: int = 160) -> None:
+    """A map for each layer: experts upwards, time to the right, colour for an expert's load over the mean load."""
+    load = np.asarray(history.load, np.float64)  # [steps, layers, experts]
+    edges = np.unique(np.linspace(0, len(load), min(columns, len(load)) + 1).astype(int))
+    load = np.stack([load[a:b].mean(axis=0) for a, b in zip(edges[:-1], edges[1:], strict=True)])
+    share = load / np.maximum(load.mean(axis=-1, keepdims=True), 1e-9)
+    layers, experts = share.shape[1:]
+    height = np.clip(0.2 * experts, 1.6, 4.0)
+    figure = Figure(figsize=(8, 1.2 + layers * height), layout="constrained")
+    panels = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
+    for layer, axes in enumerate(panels):
+        image = axes.pcolormesh(
+            edges,
+            np.arange(experts + 1) - 0.5,
+            share[:, layer].T,
+            cmap="RdBu_r",
+            vmin=0,
+            vmax=2,
+            rasterized=True,
+        )
+        axes.set_ylabel("expert")
+        axes.set_yticks(np.arange(0, experts, max(1, experts // 8)))
+        axes.set_title(f"layer {layer}", loc="left", fontsize=10)
+    panels[-1].set_xlabel("step")
+    figure.colorbar(
+        image,
+        ax=list(panels),
+        extend="max",
+        label="load / mean load of the layer's experts (white: an even share)",
+    )
+    figure.suptitle("Expert load: picks before any drop", x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+
+
+def _smooth(values: list[float]) -> np.ndarray:
+    """Running mean over a twentieth of the run so far, so that the steep start is not smeared."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    end = np.arange(1, len(values) + 1)
+    start = end - 1 - end // 20
+    return (total[end] - total[start]) / (end - start)
+
+
+def _level(axes: Axes, value: float, style: str, text: str) -> None:
+    axes.axhline(value, color=GREY, linestyle=style, linewidth=1)
+    axes.annotate(
+        text,
+        (0.01, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        color=GREY,
+    )

@@ -1,0 +1,363 @@
+"""The public operations: layout, dispatch and combine, to be called inside shard_map."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep import primitives, reference
+from jax_ep.config import TOKEN_DTYPES, RowOrder, check_integer, check_row_order
+from jax_ep.group import Group
+from jax_ep.layout import Handle
+from jax_ep.quantize import BLOCK
+
+Wire = Literal["fp8", "fp8_ue8m0"]
+_SCALE_FORMATS: dict[str, Literal["float32", "ue8m0"]] = {"fp8": "float32", "fp8_ue8m0": "ue8m0"}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("x", "weights", "group_sizes", "counts", "handle", "index", "scales"),
+    meta_fields=(),
+)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What `dispatch` brings to a rank. C rows, H hidden, K top-k, E_l local experts.
+
+    Attributes:
+      x: [C, H], the tokens, one row for each of their local experts (in rank order one for all of them); +0 in rows
+        that hold no token.
+      weights: [C] float32, the routing weight of each row, in rank order [C, K]; +0 where there is none. None if
+        dispatch was given none.
+      group_sizes: [E_l] int32, rows of each local expert, padding included: `jax.lax.ragged_dot` takes it as it is.
+      counts: [E_l] int32, of these, rows that hold a token.
+      handle: the `Handle`, for `combine`.
+      index: rank order only: [C, K] int32, each row's local experts, -1 for none.
+      scales: only for FP8 rows that were not dequantised: [C, ceil(H / 128)] float32.
+    """
+
+    x: jax.Array
+    weights: jax.Array | None
+    group_sizes: jax.Array
+    counts: jax.Array
+    handle: Handle
+    index: jax.Array | None = None
+    scales: jax.Array | None = None
+
+
+def layout(
+    index: jax.Array,
+    *,
+    group: Group,
+    top_k: int | None = None,
+    alignment: int | None = None,
+    row_order: RowOrder = "expert",
+) -> Handle:
+    """Where each row of a call will live.
+
+    `dispatch` does this itself; call it to dispatch several arrays by one routing.
+
+    Args:
+      index: [T, K] of any integer dtype, each token's experts; -1 for none. Anything else outside [0, E) counts as
+        none, too, and is counted in `num_invalid`.
+      group: from `create_group`.
+      top_k: K, where it is not the group's (at most the group's).
+      alignment: A, where it is not the group's.
+      row_order: "expert" (local expert, source rank, token, k) or "rank" (source rank, token; one row for all local
+        experts of a token).
+
+    Returns:
+      A `Handle`.
+
+    Raises:
+      ValueError, TypeError: at trace time, for shapes and dtypes that do not fit the group.
+      RuntimeError: outside shard_map over the group's axes, or with a closed group.
+    """
+    _check_group("layout", group)
+    top_k = group.top_k if top_k is None else check_integer("layout top_k", top_k, 1)
+    alignment = group.alignment if alignment is None else check_integer("layout alignment", alignment, 1)
+    row_order = check_row_order(row_order)
+    index = jnp.asarray(index)
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise TypeError(f"layout index: expected an integer dtype, got {index.dtype.name}; pass routing.index")
+    if index.ndim != 2:
+        raise ValueError(f"layout index: expected shape [tokens, top_k], got {index.shape}")
+    if top_k > group.top_k:
+        raise ValueError(
+            f"layout top_k: expected at most the group's top_k={group.top_k}, got {top_k}; "
+            f"create the group with top_k={top_k}"
+        )
+    if index.shape[1] != top_k:
+        raise ValueError(
+            f"layout index: expected top_k={top_k} experts a token, got shape {index.shape}; pass "
+            f"top_k={index.shape[1]} to this call or to create_group"
+        )
+    if index.shape[0] > group.max_tokens:
+        raise ValueError(
+            f"layout index: expected at most max_tokens={group.max_tokens} tokens a rank, got {index.shape[0]}; create "
+            f"the group with max_tokens={index.shape[0]}, or pass fewer tokens a call"
+        )
+    capacity = group.rows_capacity(index.shape[0], top_k, alignment, row_order)
+    (index,) = primitives.operands("layout", group, index)
+    handle = reference.layout(index, group=group, row_order=row_order, alignment=alignment, capacity=capacity)
+    return jax.tree.map(lambda array: checkpoint_name(array, "jax_ep_handle"), handle)
+
+
+def dispatch(
+    x: Any,
+    index: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    *,
+    group: Group | None = None,
+    handle: Handle | None = None,
+    top_k: int | None = None,
+    alignment: int | None = None,
+    row_order: RowOrder | None = None,
+    wire: Wire | None = None,
+    dequantize: bool = True,
+) -> Rows:
+    """Send each token to the ranks of its experts.
+
+    Linear in x and in weights; differentiable in both, any number of times, in forward and reverse mode. The gradient of
+    a pick that got no row is exactly zero.
+
+    Args:
+      x: [T, H] float16, bfloat16 or float32, this rank's tokens; or (payload [T, H] float8_e4m3fn, scales
+        [T, ceil(H / 128)] float32) from `quantize`.
+      index: [T, K] of any integer dtype, experts of each token, -1 for none. With `handle` it is needed only in rank
+        order, to fill `rows.index`.
+      weights: [T, K] floating, routing weights (used as float32); they travel with the rows. Optional.
+      group: from `create_group`. Either this and index, or a handle.
+      handle: of an earlier `layout` or `dispatch`, to send other tokens the same ways.
+      top_k, alignment, row_order: as in `layout`; with a handle they must be the handle's.
+      wire: None sends x as it is. "fp8" quantises it on the way (e4m3, float32 scales a block of 128); "fp8_ue8m0" the
+        same with power-of-two scales.
+      dequantize: whether FP8 rows are brought back to x's dtype (the group's, for input that came quantised).
+        Differentiating quantised rows raises; dequantised ones are straight-through.
+
+    Returns:
+      `Rows`.
+
+    Raises:
+      ValueError, TypeError: at trace time, for shapes, dtypes or options that do not fit, with what to do.
+      RuntimeError: outside shard_map over the group's axes, or with a closed group.
+
+    Example: inside `jax.shard_map` over the group's axis
+      >>> rows = dispatch(x, routing.index, routing.weights, group=group)        # doctest: +SKIP
+      >>> y = jax.lax.ragged_dot(rows.x, expert_weights, rows.group_sizes)       # doctest: +SKIP
+      >>> out = combine(y, rows.handle, weights=rows.weights)                    # doctest: +SKIP
+
+    Source: the two moves of Shazeer et al. 2017 (arXiv:1701.06538) and DeepSeek-V3 (arXiv:2412.19437), section 3.2.
+    """
+    group = _group_of("dispatch", group, handle)
+    quantized, tokens = _check_tokens("dispatch", x, group, wire, dequantize)
+    if handle is None:
+        if index is None:
+            raise ValueError(
+                "dispatch: expected index and group, or a handle, got neither; pass routing.index and group=..., or "
+                "handle=rows.handle"
+            )
+        handle = layout(index, group=group, top_k=top_k, alignment=alignment, row_order=row_order or "expert")
+    else:
+        _check_handle_options(handle, top_k, alignment, row_order)
+    if handle.shape[1] != tokens:
+        raise ValueError(
+            f"dispatch x: expected {handle.shape[1]} tokens as in the top-k index or handle, got {tokens}; index and "
+            "tokens must be of the same call"
+        )
+    shape = handle.shape[1:]
+    if index is not None and index.shape != shape:
+        raise ValueError(f"dispatch index: expected shape {shape} as in the handle, got {index.shape}")
+    if weights is not None:
+        weights = jnp.asarray(weights)
+        if weights.shape != shape:
+            raise ValueError(
+                f"dispatch weights: expected shape [tokens, top_k] = {shape}, as the index, got {weights.shape}; pass "
+                "routing.weights"
+            )
+        if not jnp.issubdtype(weights.dtype, jnp.floating):
+            raise TypeError(f"dispatch weights: expected a floating dtype, got {weights.dtype.name}")
+        weights = weights.astype(jnp.float32)
+    if quantized or not dequantize:
+        x = primitives.refuse_gradient(x)
+    x, weights, ready = primitives.operands("dispatch", group, x, weights, handle)
+
+    scales = None
+    if wire is None and not quantized:
+        rows, row_weights = primitives.dispatch(ready, x, weights)
+    else:
+        dtype = (group.dtype if quantized else x.dtype) if dequantize else None
+        how = (_SCALE_FORMATS[wire or "fp8"], dtype)
+        rows, scales, row_weights = primitives.dispatch_fp8(how, ready, x, weights)
+    local_index = None
+    if handle.row_order == "rank" and index is not None:
+        (index,) = primitives.operands("dispatch", group, index)
+        local_index = reference.local_index(index, ready)
+    named = jax.tree.map(lambda array: checkpoint_name(array, "jax_ep_rows"), (rows, row_weights, local_index, scales))
+    rows, row_weights, local_index, scales = named
+    return Rows(rows, row_weights, ready.group_sizes, ready.counts, ready, local_index, scales)
+
+
+def combine(
+    y: jax.Array, handle: Handle, weights: jax.Array | None = None, *, group: Group | None = None
+) -> jax.Array:
+    """Bring rows back and add up those of each token.
+
+    Linear in y, and with weights bilinear; differentiable in both. Sums are in float32, rows of a rank with k ascending,
+    rounded to y's dtype once a rank, then ranks ascending. Rows without a token are never read.
+
+    Args:
+      y: [C, H] float16, bfloat16 or float32, the experts' results, in the order of `rows.x`. In rank order each row is
+        already the weighted sum over the row's experts.
+      handle: `rows.handle`.
+      weights: `rows.weights`, [C], to multiply the rows by (expert order only); None adds them as they are.
+      group: optional: checked against the handle's.
+
+    Returns:
+      [T, H] of y's dtype; zeros for a token without rows.
+
+    Raises:
+      ValueError, TypeError: at trace time, for shapes and dtypes that do not fit, or weights in rank order.
+      RuntimeError: outside shard_map over the group's axes, or with a closed group.
+
+    Example: see `dispatch`.
+    """
+    group = _group_of("combine", group, handle)
+    y = jnp.asarray(y)
+    _check_token_dtype("combine y", y.dtype, group)
+    if y.shape != (handle.capacity, group.hidden):
+        raise ValueError(
+            f"combine y: expected shape [rows, hidden] = {(handle.capacity, group.hidden)}, as rows.x, got {y.shape}; "
+            "keep the rows of one dispatch and its handle together"
+        )
+    if weights is None:
+        y, handle = primitives.operands("combine", group, y, handle)
+        out = primitives.combine(handle, y)
+    else:
+        if handle.row_order == "rank":
+            raise ValueError(
+                'combine weights: expected None for a handle of row_order="rank", whose rows are already weighted sums, '
+                'got weights; weight the rows by rows.weights and rows.index first, or dispatch with row_order="expert"'
+            )
+        weights = jnp.asarray(weights)
+        if weights.shape != (handle.capacity,):
+            raise ValueError(
+                f"combine weights: expected shape [rows] = {(handle.capacity,)}, got {weights.shape}; pass rows.weights"
+            )
+        if not jnp.issubdtype(weights.dtype, jnp.floating):
+            raise TypeError(f"combine weights: expected a floating dtype, got {weights.dtype.name}; pass rows.weights")
+        y, weights, handle = primitives.operands("combine", group, y, weights.astype(jnp.float32), handle)
+        out = primitives.weighted_combine(handle, y, weights)
+    return checkpoint_name(out, "jax_ep_combined")
+
+
+def _group_of(what: str, group: Group | None, handle: Handle | None) -> Group:
+    if handle is not None and not isinstance(handle, Handle):
+        raise TypeError(f"{what} handle: expected rows.handle, got {type(handle).__name__}")
+    if group is None:
+        if handle is None:
+            raise ValueError(f"{what} group: expected a group from create_group, got None; pass group=...")
+        group = handle.group
+    elif handle is not None and handle.group != group:
+        raise ValueError(
+            f"{what} handle: expected a handle of group {group.serial}, got one of group {handle.group.serial}; pass "
+            "the handle that this group's dispatch or layout returned"
+        )
+    _check_group(what, group)
+    return group
+
+
+def _check_group(what: str, group: Group) -> None:
+    if not isinstance(group, Group):
+        raise TypeError(f"{what} group: expected a Group from create_group, got {type(group).__name__}")
+    if group.closed:
+        raise RuntimeError(
+            f"{what} group: expected an open group, got group {group.serial}, which was closed; make another with "
+            "create_group"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if not set(group.axis) <= set(mesh.manual_axes):
+        got = f"manual axes {tuple(mesh.manual_axes)}" if mesh.manual_axes else "none"
+        raise RuntimeError(
+            f"{what}: expected to be inside jax.shard_map over mesh axes {group.axis}, got {got}; wrap the call in "
+            "jax.shard_map(..., mesh=mesh) with these axes among its axis_names"
+        )
+    sizes = {name: mesh.shape[name] for name in group.axis}
+    wanted = {name: group.mesh.shape[name] for name in group.axis}
+    if sizes != wanted:
+        raise RuntimeError(
+            f"{what}: expected mesh axes of sizes {wanted}, for which the group was made, got {sizes}; create the group "
+            "with the mesh that shard_map uses"
+        )
+
+
+def _check_token_dtype(what: str, dtype: Any, group: Group) -> None:
+    dtype = jnp.dtype(dtype)
+    if dtype not in TOKEN_DTYPES:
+        names = ", ".join(d.name for d in TOKEN_DTYPES)
+        raise TypeError(f"{what}: expected one of {names}, got {dtype.name}; cast it first")
+    if dtype.itemsize > group.dtype.itemsize:
+        raise TypeError(
+            f"{what}: expected at most {group.dtype.itemsize} bytes an element (the group's dtype {group.dtype.name}), "
+            f"got {dtype.name}; create the group with dtype={dtype.name}, or cast"
+        )
+
+
+def _check_tokens(what: str, x: Any, group: Group, wire: str | None, dequantize: bool) -> tuple[bool, int]:
+    """Whether x came quantised, and how many tokens it has."""
+    if wire is not None and wire not in _SCALE_FORMATS:
+        raise ValueError(f"{what} wire: expected None or one of {tuple(_SCALE_FORMATS)}, got {wire!r}")
+    quantized = isinstance(x, (tuple, list))
+    if quantized:
+        if len(x) != 2:
+            raise TypeError(f"{what} x: expected tokens or (payload, scales), got a sequence of {len(x)}")
+        payload, scales = x
+        if payload.dtype != jnp.float8_e4m3fn or scales.dtype != jnp.float32:
+            raise TypeError(
+                f"{what} x: expected (payload float8_e4m3fn, scales float32), got ({payload.dtype.name}, "
+                f"{scales.dtype.name}); use jax_ep.quantize"
+            )
+    else:
+        if wire is None and not dequantize:
+            raise ValueError(
+                f'{what} dequantize: expected True where nothing is quantised (wire=None), got False; pass wire="fp8"'
+            )
+        payload = x
+        _check_token_dtype(f"{what} x", jnp.asarray(x).dtype, group)
+    if payload.ndim != 2 or payload.shape[1] != group.hidden:
+        raise ValueError(
+            f"{what} x: expected shape [tokens, hidden={group.hidden}], got {payload.shape}; reshape it, or create the "
+            f"group with hidden={payload.shape[-1] if payload.ndim else 1}"
+        )
+    blocks = -(-group.hidden // BLOCK)
+    if quantized and scales.shape != (payload.shape[0], blocks):
+        raise ValueError(
+            f"{what} x: expected scales of shape {(payload.shape[0], blocks)}, one a block of {BLOCK}, got {scales.shape}; "
+            "use jax_ep.quantize"
+        )
+    if payload.shape[0] > group.max_tokens:
+        raise ValueError(
+            f"{what} x: expected at most max_tokens={group.max_tokens} tokens a rank, got {payload.shape[0]}; create the "
+            f"group with max_tokens={payload.shape[0]}, or pass fewer tokens a call"
+        )
+    return quantized, payload.shape[0]
+
+
+def _check_handle_options(
+    handle: Handle, top_k: int | None, alignment: int | None, row_order: str | None
+) -> None:
+    for name, wanted, has in (
+        ("top_k", top_k, handle.shape[2]),
+        ("alignment", alignment, handle.alignment),
+        ("row_order", row_order, handle.row_order),
+    ):
+        if wanted is not None and wanted != has:
+            raise ValueError(
+                f"dispatch handle: expected a handle with {name}={wanted!r}, got one with {name}={has!r}; leave {name} "
+                "out, or make another layout"
+            )
