@@ -25,8 +25,10 @@ help:
 train: $(READY)
 	$(RUN) examples/train_moe.py $(ARGS)
 
+# Two processes: compiling, which is most of the work, keeps one core busy each. A file stays in one process, where
+# its cases share compiled programs.
 test: $(READY)
-	$(RUN) -m pytest tests $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(READY)
 	$(RUN) -m ruff check .

@@ -34,6 +34,19 @@ class History:
     def steps(self) -> int:
         return len(self.loss)
 
+    def append(self, metrics: dict[str, Any], seconds: float | None) -> None:
+        """Take in what a step of `make_train_step` returned."""
+        self.loss.append(float(metrics["loss"]))
+        self.load.append(metrics["load"].astype(int).tolist())
+        self.dropped.append(int(metrics["dropped"].sum()))
+        if seconds is not None:
+            self.seconds.append(seconds)
+
+    def latest(self) -> dict[str, str]:
+        """The newest losses, for the progress bar."""
+        heldout = {"held_out": f"{self.heldout[-1][1]:.3f}"} if self.heldout else {}
+        return {"loss": f"{self.loss[-1]:.3f}"} | heldout
+
 
 class Checkpoints:
     """Checkpoints of one run in one folder; the newest two are kept.
@@ -71,26 +84,24 @@ class Checkpoints:
         Raises:
           UsageError: the run that wrote it had other settings.
         """
-        record = self._manager.restore(
-            self.latest, args=ocp.args.Composite(record=ocp.args.JsonRestore())
-        ).record
+        record = self._read(record=ocp.args.JsonRestore()).record
         for name, wanted in self._settings.items():
             if (found := record["settings"].get(name)) != wanted:
                 raise UsageError(
-                    f"--resume: expected the settings of the run in {self.folder}, which has {name}={found}, got "
-                    f"{name}={wanted}; pass the same, or start anew without --resume in another --checkpoint folder"
+                    f"--resume: expected the settings of the run in {self.folder}, where {name} is {found}, "
+                    f"got {wanted}; pass the same, or start anew in another --checkpoint folder"
                 )
         state = nnx.state((model, optimizer))
         like = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
             nnx.to_pure_dict(state),
         )
-        arrays = self._manager.restore(
-            self.latest, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
-        ).state
-        nnx.replace_by_pure_dict(state, arrays)
+        nnx.replace_by_pure_dict(state, self._read(state=ocp.args.StandardRestore(like)).state)
         nnx.update((model, optimizer), state)
         return History(**record["history"])
 
     def close(self) -> None:
         self._manager.close()
+
+    def _read(self, **items: Any) -> Any:
+        return self._manager.restore(self.latest, args=ocp.args.Composite(**items))

@@ -62,7 +62,7 @@ class Block(nnx.Module):
         self.attention_norm = nnx.RMSNorm(config.hidden, dtype=config.dtype, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
         self.feed_forward_norm = nnx.RMSNorm(config.hidden, dtype=config.dtype, rngs=rngs)
-        self.feed_forward = make_feed_forward(rngs)
+        self.feed_forward: Any = make_feed_forward(rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Any]:
         x = x + self.attention(self.attention_norm(x))
@@ -88,7 +88,7 @@ class LanguageModel(nnx.Module):
         self.head = nnx.Linear(config.hidden, VOCABULARY, use_bias=False, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        """Tokens [batch, sequence] to logits [batch, sequence, 256] in float32, and statistics [layers, ...]."""
+        """Tokens [batch, sequence] to float32 logits [batch, sequence, 256], and statistics [layers, ...]."""
         x = self.embed(tokens)
         stats = []
         for block in self.blocks:

@@ -3,145 +3,69 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 CPU_DEVICES = 8
+LEAST_EXPERTS = 8
+LEAST_BATCH = 16
 
 
 class UsageError(Exception):
-    """The user asked for what cannot be done. The text says what was expected, what was given, and what to do."""
+    """The user asked for what cannot be done; the text says what was expected, what came, and what to do."""
 
 
-def parse(
-    description: str | None, arguments: list[str] | None
-) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_moe.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    add = parser.add_argument_group("where it runs").add_argument
-    add("--platform", choices=("cpu", "gpu"), default="cpu", help="cpu (default), or gpu: this machine's")
-    add("--devices", type=_positive, metavar="N", help=f"default: {CPU_DEVICES} on cpu, all there are on gpu")
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--platform", choices=("cpu", "gpu"), default="cpu", help="gpu: this machine's (cpu)")
+    _whole(where, "--devices", None, f"how many ({CPU_DEVICES} on cpu, all on gpu)")
 
-    add = parser.add_argument_group("model").add_argument
-    add(
-        "--experts",
-        type=_positive,
-        metavar="N",
-        help="a multiple of the devices (default: the least from 8 on)",
-    )
-    add("--top-k", type=_positive, metavar="N", default=2, help="experts that each byte picks (%(default)s)")
-    add(
-        "--router",
-        choices=("softmax", "sigmoid"),
-        default="softmax",
-        help="sigmoid balances by a bias, as DeepSeek-V3",
-    )
-    add(
-        "--capacity-factor",
-        type=_above_zero,
-        metavar="X",
-        default=1.25,
-        help="room of a device over its even share (%(default)s)",
-    )
-    add(
-        "--layers",
-        type=_positive,
-        metavar="N",
-        default=3,
-        help="blocks of attention and experts (%(default)s)",
-    )
-    add("--hidden", type=_positive, metavar="N", default=128, help="width between the layers (%(default)s)")
-    add(
-        "--intermediate",
-        type=_positive,
-        metavar="N",
-        default=256,
-        help="width inside an expert (%(default)s)",
-    )
-    add("--heads", type=_positive, metavar="N", default=4, help="of attention (%(default)s)")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="to compute in (float32); weights are float32",
-    )
+    model = parser.add_argument_group("model")
+    _whole(model, "--experts", None, f"a multiple of the devices (the least from {LEAST_EXPERTS} on)")
+    _whole(model, "--top-k", 2, "experts that each byte picks")
+    _choice(model, "--router", ("softmax", "sigmoid"), "sigmoid balances by a bias, as DeepSeek-V3 does")
+    _number(model, "--capacity-factor", 1.25, "rows a device has room for, over its even share", above=0)
+    _whole(model, "--layers", 3, "each of attention and experts")
+    _whole(model, "--hidden", 128, "width between the layers")
+    _whole(model, "--intermediate", 256, "width inside an expert")
+    _whole(model, "--heads", 4, "of attention")
+    _choice(model, "--dtype", ("float32", "bfloat16"), "to compute in; weights are float32")
 
-    add = parser.add_argument_group("training").add_argument
-    add("--text", type=Path, metavar="FILE", help="UTF-8 text (default: Python's own documentation)")
-    add("--steps", type=_positive, metavar="N", default=400, help="(%(default)s)")
-    add(
-        "--batch",
-        type=_positive,
-        metavar="N",
-        help="sequences a step, a multiple of the devices (default: the least from 16 on)",
-    )
-    add("--sequence", type=_positive, metavar="N", default=128, help="bytes a sequence (%(default)s)")
-    add("--learning-rate", type=_above_zero, metavar="X", default=4e-3, help="the highest (%(default)s)")
-    add(
-        "--balance-factor",
-        type=_not_negative,
-        metavar="X",
-        default=0.01,
-        help="of the load-balance loss, with softmax (%(default)s)",
-    )
-    add(
-        "--z-factor",
-        type=_not_negative,
-        metavar="X",
-        default=0.001,
-        help="of the router's z-loss (%(default)s)",
-    )
-    add(
-        "--bias-rate",
-        type=_above_zero,
-        metavar="X",
-        default=0.01,
-        help="of the bias, with sigmoid (%(default)s)",
-    )
-    add(
-        "--heldout-every",
-        type=_positive,
-        metavar="N",
-        default=40,
-        help="steps between held-out losses (%(default)s)",
-    )
-    add("--seed", type=_not_negative_int, metavar="N", default=0, help="of weights and batches (%(default)s)")
+    training = parser.add_argument_group("training")
+    training.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text (Python's own documentation)")
+    _whole(training, "--steps", 400, "length of the run")
+    _whole(training, "--batch", None, f"sequences a step, also such a multiple (the least from {LEAST_BATCH} on)")
+    _whole(training, "--sequence", 128, "bytes a sequence")
+    _number(training, "--learning-rate", 0.004, "the highest of the run", above=0)
+    _number(training, "--balance-factor", 0.01, "of the load-balance loss; softmax only")
+    _number(training, "--z-factor", 0.001, "of the router's z-loss")
+    _number(training, "--bias-rate", 0.01, "step of the balancing bias; sigmoid only")
+    _whole(training, "--heldout-every", 25, "steps between held-out losses")
+    _whole(training, "--seed", 0, "of weights and batches", least=0)
 
-    add = parser.add_argument_group("files").add_argument
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        default=Path("out/train"),
-        help="for plots and figures (%(default)s)",
-    )
-    add(
-        "--checkpoint",
-        type=Path,
-        metavar="FOLDER",
-        help="write checkpoints there, at the end and on Ctrl-C, too",
-    )
-    add(
-        "--checkpoint-every",
-        type=_positive,
-        metavar="N",
-        default=100,
-        help="steps between checkpoints (%(default)s)",
-    )
-    add("--resume", action="store_true", help="go on from the newest checkpoint in --checkpoint")
-    return parser, parser.parse_args(arguments)
+    files = parser.add_argument_group("files")
+    _folder(files, "--out", Path("out/train"), "for plots and figures (out/train)")
+    _folder(files, "--checkpoint", None, "write checkpoints there; also at the end and on Ctrl-C")
+    _whole(files, "--checkpoint-every", 100, "steps between checkpoints")
+    files.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
+    return parser
 
 
 def complete(options: argparse.Namespace, devices: int) -> None:
-    """Fill in the defaults that depend on the number of devices, and check what depends on more than one option.
+    """Fill in the defaults that depend on the number of devices, and check options against each other.
 
     Raises:
-      UsageError: with the option that does not fit.
+      UsageError: naming the option that does not fit.
     """
     options.devices = devices
-    options.experts = options.experts or _round_up(8, devices)
-    options.batch = options.batch or _round_up(16, devices)
+    options.experts = options.experts or _round_up(LEAST_EXPERTS, devices)
+    options.batch = options.batch or _round_up(LEAST_BATCH, devices)
     for name in ("experts", "batch"):
         if (value := getattr(options, name)) % devices:
             raise UsageError(
@@ -150,7 +74,8 @@ def complete(options: argparse.Namespace, devices: int) -> None:
             )
     if options.top_k > options.experts:
         raise UsageError(
-            f"--top-k: expected at most the {options.experts} experts, got {options.top_k}; pass less, or more --experts"
+            f"--top-k: expected at most the {options.experts} experts, got {options.top_k}; pass less, or "
+            "more --experts"
         )
     if options.hidden % (2 * options.heads):
         raise UsageError(
@@ -158,39 +83,54 @@ def complete(options: argparse.Namespace, devices: int) -> None:
             f"{_round_up(options.hidden, 2 * options.heads)}, or other --heads"
         )
     if options.resume and options.checkpoint is None:
-        raise UsageError(
-            "--resume: expected --checkpoint FOLDER beside it, got none; name the folder to go on from"
-        )
+        raise UsageError("--resume: expected --checkpoint FOLDER with it, got none; name the folder to go on from")
 
 
-def course(options: argparse.Namespace) -> dict[str, object]:
-    """The options that decide the course of a run: a resumed one must have the same."""
-    free = ("platform", "devices", "out", "checkpoint", "checkpoint_every", "resume", "heldout_every")
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-        if name not in free
-    }
+def course(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide how a run goes, so that a resumed one needs the same.
+
+    The text is not among them: `Text.fingerprint` says more than its path.
+    """
+    free = ("text", "platform", "devices", "out", "checkpoint", "checkpoint_every", "resume", "heldout_every")
+    return {name: value for name, value in vars(options).items() if name not in free}
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _whole(parser: Any, name: str, default: int | None, text: str, least: int = 1) -> None:
+    convert = _converter(int, lambda value: value >= least, f"a whole number from {least} on")
+    _add(parser, name, default, text, type=convert, metavar="N")
 
 
-def _number(kind: type, least: float, inclusive: bool, words: str):  # type: ignore[no-untyped-def]
-    def convert(text: str) -> float:
+def _number(parser: Any, name: str, default: float, text: str, above: float | None = None) -> None:
+    """A finite number above `above`, or without it from 0 on."""
+    words = "a number from 0 on" if above is None else f"a number above {above}"
+    convert = _converter(float, lambda value: value >= 0 if above is None else value > above, words)
+    _add(parser, name, default, text, type=convert, metavar="X")
+
+
+def _choice(parser: Any, name: str, choices: tuple[str, ...], text: str) -> None:
+    _add(parser, name, choices[0], text, choices=choices)
+
+
+def _folder(parser: Any, name: str, default: Path | None, text: str) -> None:
+    parser.add_argument(name, type=Path, metavar="FOLDER", default=default, help=text)
+
+
+def _add(parser: Any, name: str, default: Any, text: str, **how: Any) -> None:
+    parser.add_argument(name, default=default, help=text if default is None else f"{text} ({default})", **how)
+
+
+def _converter(kind: Callable[[str], Any], fits: Callable[[Any], bool], words: str) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
-            value = None
-        if value is None or not (value >= least if inclusive else value > least) or value == float("inf"):
+            value = math.nan
+        if not (math.isfinite(value) and fits(value)):
             raise argparse.ArgumentTypeError(f"expected {words}, got {text}")
         return value
 
     return convert
 
 
-_positive = _number(int, 1, True, "a whole number from 1 on")
-_not_negative_int = _number(int, 0, True, "a whole number from 0 on")
-_above_zero = _number(float, 0, False, "a number above 0")
-_not_negative = _number(float, 0, True, "a number from 0 on")
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -13,7 +13,7 @@ BLUE, ORANGE, GREY = "#2166ac", "#d6604d", "#555555"
 
 
 def plot_loss(path: Path, history: History, unigram_entropy: float, target: float) -> None:
-    """Training and held-out loss against steps, with the unigram entropy and the share of it to be reached."""
+    """Training and held-out loss against steps; as levels the unigram entropy and `target` times it."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     steps = np.arange(1, history.steps + 1)
@@ -42,7 +42,7 @@ def plot_loss(path: Path, history: History, unigram_entropy: float, target: floa
 
 
 def plot_expert_load(path: Path, history: History, columns: int = 160) -> None:
-    """A map for each layer: experts upwards, time to the right, colour for an expert's load over the mean load."""
+    """A map a layer: experts upwards, steps to the right, and as colour an expert's load over the mean."""
     load = np.asarray(history.load, np.float64)  # [steps, layers, experts]
     edges = np.unique(np.linspace(0, len(load), min(columns, len(load)) + 1).astype(int))
     load = np.stack([load[a:b].mean(axis=0) for a, b in zip(edges[:-1], edges[1:], strict=True)])
@@ -87,9 +87,10 @@ def _level(axes: Axes, value: float, style: str, text: str) -> None:
     axes.axhline(value, color=GREY, linestyle=style, linewidth=1)
     axes.annotate(
         text,
-        (0.01, value),
+        (1, value),
         xycoords=("axes fraction", "data"),
         xytext=(0, 3),
         textcoords="offset points",
         color=GREY,
+        ha="right",
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import numpy as np
 from options import UsageError
 
-HELDOUT_SHARE = 0.1
+HELDOUT_PART = 10  # one byte in so many is held out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +29,16 @@ class Text:
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats a byte that a model needs which knows how often each byte occurs in the whole text, and no more."""
+        """Nats a byte: the loss of a model that knows how often each byte occurs in the text, and no more."""
         counts = np.bincount(np.concatenate([self.train, self.heldout]), minlength=256)
         share = counts[counts > 0] / counts.sum()
         return float(-(share * np.log(share)).sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether two texts are the same."""
+        data = self.train.tobytes() + self.heldout.tobytes()
+        return f"{len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()[:12]}"
 
     def batch(self, seed: int, step: int, size: int) -> np.ndarray:
         """[size, sequence + 1] int32: the random windows of a step.
@@ -57,17 +64,19 @@ def load(path: Path | None, sequence: int) -> Text:
     """The file's bytes, or without a file the documentation topics that come with Python.
 
     Raises:
-      UsageError: there is no such text, it is no UTF-8 text, or it is too short for windows of `sequence` bytes.
+      UsageError: it is missing, not UTF-8, or too short for sequences of that length.
     """
     name, data = ("Python documentation topics", _python_topics()) if path is None else _read(path)
-    least = round((sequence + 1) / HELDOUT_SHARE)
+    least = (sequence + 1) * HELDOUT_PART
     if len(data) < least:
         raise UsageError(
-            f"--text: expected at least {least} bytes, of which a tenth is held out, for --sequence {sequence}, got "
-            f"{len(data)} in {name}; pass a longer text or a smaller --sequence"
+            f"--text: expected at least {least} bytes for --sequence {sequence}, since a tenth is held out, "
+            f"got {len(data)} in {name}; pass a longer text, or a smaller --sequence"
         )
-    split = len(data) - int(len(data) * HELDOUT_SHARE)
+    split = len(data) - len(data) // HELDOUT_PART
     array = np.frombuffer(data, np.uint8)
+    if array.min() == array.max():
+        raise UsageError(f"--text: expected more than one kind of byte, got one in {name}; pass another text")
     return Text(name, array[:split], array[split:], sequence)
 
 
@@ -76,15 +85,15 @@ def _read(path: Path) -> tuple[str, bytes]:
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(
-            f"--text: expected a readable file, got {path} ({error.strerror}); check the path, or leave --text out to "
-            "train on Python's own documentation"
+            f"--text: expected a readable file, got {path} ({error.strerror}); check the path, or leave "
+            "--text out to train on Python's own documentation"
         ) from error
     try:
         data.decode()
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"--text: expected UTF-8 text, got {path}, which is none from byte {error.start} on; unpack it if it is "
-            "an archive, or convert it: iconv -f ENCODING -t UTF-8 FILE"
+            f"--text: expected UTF-8 text, got {path}, which is none at byte {error.start}; unpack an "
+            "archive, convert another encoding (iconv -f ENCODING -t UTF-8 FILE), or pass another file"
         ) from error
     return str(path), data
 
@@ -98,8 +107,8 @@ def _python_topics() -> bytes:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise UsageError(
-            "--text: expected Python's documentation topics (module pydoc_data.topics), which this Python lacks; pass "
-            "a text of your own by --text FILE"
+            "--text: expected Python's documentation topics (module pydoc_data.topics), which this Python "
+            "lacks; pass a text of your own: --text FILE"
         ) from error
-    paragraphs = (paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n"))
+    paragraphs = (paragraph.strip("\n") for name in sorted(topics) for paragraph in topics[name].split("\n\n"))
     return "\n\n".join(dict.fromkeys(paragraphs)).encode()

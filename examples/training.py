@@ -21,9 +21,10 @@ class TrainingConfig:
     """What is minimised and how.
 
     Attributes:
-      steps: length of the run; the learning rate warms up over its first twentieth and falls by a cosine to a tenth.
+      steps: length of the run. The learning rate warms up over the first twentieth of it, then falls by a
+        cosine to a tenth.
       learning_rate: the highest.
-      balance_factor, z_factor: of the Switch balance loss and the z-loss.
+      balance_factor, z_factor: of the Switch balance loss and the z-loss, which are summed over the layers.
       bias_rate: of DeepSeek-V3's update of the selection bias; None: there is no such bias.
     """
 
@@ -35,7 +36,7 @@ class TrainingConfig:
 
 
 def make_optimizer(model: LanguageModel, config: TrainingConfig) -> nnx.Optimizer:
-    """AdamW behind clipping. Norms do not decay; the selection bias is no `nnx.Param`, so it is left alone."""
+    """AdamW behind clipping. Norms do not decay. The selection bias, no `nnx.Param`, is left alone."""
     warm_up = max(1, config.steps // 20)
     rate = optax.warmup_cosine_decay_schedule(
         config.learning_rate / warm_up,
@@ -50,7 +51,7 @@ def make_optimizer(model: LanguageModel, config: TrainingConfig) -> nnx.Optimize
     return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adamw), wrt=nnx.Param)
 
 
-def place(module: nnx.Module, mesh: jax.sharding.Mesh) -> None:
+def place(module: nnx.Module | nnx.Optimizer, mesh: jax.sharding.Mesh) -> None:
     """Put a copy on every device of what no layer has placed on the mesh itself, as MoE does its experts."""
 
     def put(leaf: jax.Array) -> jax.Array:
@@ -69,18 +70,16 @@ def cross_entropy(model: LanguageModel, windows: jax.Array) -> tuple[jax.Array, 
 def make_train_step(config: TrainingConfig) -> Step:
     """A jitted step, which updates model and optimiser in place.
 
-    It returns, over the whole batch: loss [] (cross entropy alone), load [layers, experts] and dropped [layers], in picks.
+    It returns, over the whole batch: loss [] (cross entropy alone), and in picks load [layers, experts] and
+    dropped [layers].
     """
 
     def objective(model: LanguageModel, windows: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         loss, stats = cross_entropy(model, windows)
-        total = (
-            loss + config.balance_factor * stats.balance_loss.mean() + config.z_factor * stats.z_loss.mean()
-        )
-        if (
-            config.bias_rate is not None
-        ):  # DeepSeek-V3 balances by the bias, and by this small loss within a sequence
-            total += stats.sequence_loss.mean()
+        total = loss + config.balance_factor * stats.balance_loss.sum() + config.z_factor * stats.z_loss.sum()
+        if config.bias_rate is not None:
+            # DeepSeek-V3 balances by the bias, and within a sequence by this small loss.
+            total += stats.sequence_loss.sum()
         return total, {"loss": loss, "load": stats.load, "dropped": stats.num_dropped}
 
     @nnx.jit

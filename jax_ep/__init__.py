@@ -1,6 +1,8 @@
 """Expert parallelism for JAX: MoE dispatch and combine inside jit and shard_map."""
 
+from jax_ep._native import build_info as build_info
 from jax_ep._version import __version__ as __version__
+from jax_ep.experts import ExpertParams as ExpertParams
 from jax_ep.group import Group as Group
 from jax_ep.group import create_group as create_group
 from jax_ep.layout import Handle as Handle

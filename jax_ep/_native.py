@@ -23,6 +23,7 @@ class BuildInfo(TypedDict):
     ffi_api: tuple[int, int] | None
     cpu_handlers: tuple[str, ...]
     kernels: tuple[str, ...]
+    cuda: str | None
 
 
 @functools.cache
@@ -37,17 +38,26 @@ def load() -> Extension:
     return Extension(extension, "the compiled module is loaded")
 
 
+def require() -> ModuleType:
+    """The compiled module. Raises RuntimeError with the reason where there is none."""
+    module, reason = load()
+    if module is None:
+        raise RuntimeError(f"jax_ep: expected the compiled module, got none: {reason}")
+    return module
+
+
 def build_info() -> BuildInfo:
     """Says what was compiled into this installation. Starts no backend and touches no device.
 
     Returns:
       A dict: `version` of the package; `extension`, the path of the compiled module, or None; `reason`, in
       words, why it is there or not; `ffi_api`, the (major, minor) XLA FFI API it was built for, or None;
-      `cpu_handlers` and `kernels`, the operations it holds for CPU and for CUDA.
+      `cpu_handlers` and `kernels`, the operations it holds for CPU and for CUDA; `cuda`, the version of the
+      toolkit that compiled the kernels, or None.
 
     Example:
-      >>> jax_ep.build_info()["kernels"]
-      ()
+      >>> jax_ep.build_info()["cpu_handlers"]
+      ('jax_ep_layout',)
     """
     module, reason = load()
     info: BuildInfo = {
@@ -57,6 +67,7 @@ def build_info() -> BuildInfo:
         "ffi_api": None,
         "cpu_handlers": (),
         "kernels": (),
+        "cuda": None,
     }
     if module is not None:
         info["extension"] = module.__file__

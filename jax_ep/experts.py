@@ -38,7 +38,9 @@ def init_experts(
 
     gate, up, down = jax.random.split(key, 3)
     return ExpertParams(
-        normal(gate, hidden, intermediate), normal(up, hidden, intermediate), normal(down, intermediate, hidden)
+        normal(gate, hidden, intermediate),
+        normal(up, hidden, intermediate),
+        normal(down, intermediate, hidden),
     )
 
 

@@ -58,11 +58,14 @@ class MoE(nnx.Module):
         self.group = group
         self.batch_axes = batch_axes
         params = moe.init(rngs.params(), config, param_dtype)
-        sharded = {"out_sharding": (group.axis,), "mesh": group.mesh}
+
+        def sharded(weight: jax.Array) -> nnx.Param:
+            return nnx.Param(weight, out_sharding=(group.axis,), mesh=group.mesh)
+
         self.router = nnx.Param(params.router)
-        self.gate = nnx.Param(params.experts.gate, **sharded)
-        self.up = nnx.Param(params.experts.up, **sharded)
-        self.down = nnx.Param(params.experts.down, **sharded)
+        self.gate = sharded(params.experts.gate)
+        self.up = sharded(params.experts.up)
+        self.down = sharded(params.experts.down)
         self.bias = ExpertBias(jnp.zeros(config.num_experts, jnp.float32)) if config.use_bias else None
 
     def params(self) -> MoEParams:
@@ -72,14 +75,10 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEStats]:
         """Tokens [..., H] to [..., H] in the same dtype, and `jax_ep.moe.MoEStats`."""
         bias = None if self.bias is None else self.bias[...]
-        return moe.apply(
-            self.params(), x, bias, config=self.config, group=self.group, batch_axes=self.batch_axes
-        )
+        return moe.apply(self.params(), x, bias, config=self.config, group=self.group, batch_axes=self.batch_axes)
 
     def update_bias(self, load: jax.Array, *, rate: float = 0.001) -> None:
         """One step of loss-free balancing by the load of the global batch (`stats.load`): see `jax_ep.update_bias`."""
         if self.bias is None:
-            raise ValueError(
-                "MoE.update_bias: expected config.use_bias=True, got False; set it or leave the call out"
-            )
+            raise ValueError("MoE.update_bias: expected config.use_bias=True, got False; set it or leave the call out")
         self.bias[...] = update_bias(self.bias[...], load, rate=rate)

@@ -137,7 +137,7 @@ def create_group(
       dtype: float16, bfloat16 or float32: the widest dtype of tokens and rows.
       capacity: rows that each rank receives at most (C). Rows beyond are dropped and counted.
       capacity_factor: the same as a multiple of T·K; 1.0 is what perfectly balanced routing needs. With neither,
-        nothing is dropped, and C = R·T·min(K, E_l) and a little for the alignment.
+        C = R·T·min(K, E_l) and a little for the alignment: nothing is dropped, unless a token names an expert twice.
       alignment: rows of each expert are padded to a multiple of this (A), as some grouped matmuls want.
       implementation: "auto" takes the kernels where they can run and says why in `group.implementation_reason`;
         "reference" forces pure JAX; "cuda" forces the kernels or raises.

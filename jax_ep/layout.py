@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jax_ep.config import RowOrder
 
-
 _ARRAYS = ("slots", "group_sizes", "counts", "num_dropped", "num_invalid")
 HANDLE_ARRAYS = len(_ARRAYS)
 
@@ -79,6 +78,9 @@ def sanitize(index: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
     return jnp.where(valid, index, 0).astype(jnp.int32) - (~valid).astype(jnp.int32), invalid
 
 
+Placed = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+
 def place_rows(
     index: jax.Array,
     first_expert: jax.Array | int,
@@ -87,7 +89,7 @@ def place_rows(
     capacity: int,
     alignment: int,
     row_order: RowOrder,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> Placed:
     """Slots of the rows of one rank.
 
     Args:
@@ -108,7 +110,7 @@ def place_rows(
     return _place_by_expert(local, num_local_experts, capacity, alignment)
 
 
-def _place_by_expert(local: jax.Array, experts: int, capacity: int, alignment: int):
+def _place_by_expert(local: jax.Array, experts: int, capacity: int, alignment: int) -> Placed:
     key = local.reshape(-1)
     # A stable sort by expert leaves (source rank, token, k) in order within each of them.
     position = jax.lax.iota(jnp.int32, key.size)
@@ -155,7 +157,7 @@ def accept_blocks(wanted: jax.Array, budget: int) -> jax.Array:
     return given + (hungry & (jnp.cumsum(hungry) <= left)).astype(jnp.int32)
 
 
-def _place_by_rank(local: jax.Array, experts: int, capacity: int):
+def _place_by_rank(local: jax.Array, experts: int, capacity: int) -> Placed:
     is_local = local < experts
     wants = jnp.any(is_local, axis=-1).reshape(-1)
     row = jnp.cumsum(wants, dtype=jnp.int32) - 1

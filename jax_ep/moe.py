@@ -26,7 +26,7 @@ class MoEConfig:
       top_k: experts a token picks (K).
       score, num_groups, top_groups, group_score, scale, renormalize, pre_softmax: as in `jax_ep.route`.
       use_bias: whether experts are selected with a bias that `jax_ep.update_bias` keeps balancing (DeepSeek-V3).
-      wire: None or "fp8", as in `jax_ep.dispatch`.
+      wire: None, "fp8" or "fp8_ue8m0", as in `jax_ep.dispatch`.
       sequence_factor: factor of the sequence-wise balance loss.
     """
 
@@ -187,9 +187,7 @@ def _apply_local(
     axes: tuple[str, ...],
 ) -> tuple[jax.Array, MoEStats]:
     # The router decides in float32 whatever the tokens are: near-ties must not depend on the matmul's precision.
-    logits = jnp.matmul(
-        x.astype(jnp.float32), params.router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
+    logits = jnp.matmul(x.astype(jnp.float32), params.router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     routing = config.route(logits, bias)
     tokens = x.reshape(-1, config.hidden)
     index, weights = (leaf.reshape(-1, config.top_k) for leaf in (routing.index, routing.weights))
@@ -202,9 +200,7 @@ def _apply_local(
         num_dropped=jax.lax.psum(rows.handle.num_dropped[0], axes),
         num_invalid=jax.lax.psum(rows.handle.num_invalid[0], axes),
         balance_loss=router.load_balance_loss(routing, axis=axes),
-        sequence_loss=jax.lax.pmean(
-            router.sequence_balance_loss(sequences, factor=config.sequence_factor), axes
-        ),
+        sequence_loss=jax.lax.pmean(router.sequence_balance_loss(sequences, factor=config.sequence_factor), axes),
         z_loss=jax.lax.pmean(router.z_loss(routing.logits), axes),
     )
     return out, stats

@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep import primitives, reference
+from jax_ep import guard, primitives, reference
+from jax_ep import wire as fp8_wire
 from jax_ep.config import TOKEN_DTYPES, RowOrder, check_integer, check_row_order
 from jax_ep.group import Group
 from jax_ep.layout import Handle
-from jax_ep.quantize import BLOCK
+from jax_ep.quantize import BLOCK, ScaleFormat
 
 Wire = Literal["fp8", "fp8_ue8m0"]
-_SCALE_FORMATS: dict[str, Literal["float32", "ue8m0"]] = {"fp8": "float32", "fp8_ue8m0": "ue8m0"}
+_SCALE_FORMATS: dict[str, ScaleFormat] = {"fp8": "float32", "fp8_ue8m0": "ue8m0"}
 
 
 @functools.partial(
@@ -86,7 +86,9 @@ def layout(
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"layout index: expected an integer dtype, got {index.dtype.name}; pass routing.index")
     if index.ndim != 2:
-        raise ValueError(f"layout index: expected shape [tokens, top_k], got {index.shape}")
+        raise ValueError(
+            f"layout index: expected shape [tokens, top_k], got {index.shape}; reshape leading axes into one of tokens"
+        )
     if top_k > group.top_k:
         raise ValueError(
             f"layout top_k: expected at most the group's top_k={group.top_k}, got {top_k}; "
@@ -103,9 +105,9 @@ def layout(
             f"the group with max_tokens={index.shape[0]}, or pass fewer tokens a call"
         )
     capacity = group.rows_capacity(index.shape[0], top_k, alignment, row_order)
-    (index,) = primitives.operands("layout", group, index)
-    handle = reference.layout(index, group=group, row_order=row_order, alignment=alignment, capacity=capacity)
-    return jax.tree.map(lambda array: checkpoint_name(array, "jax_ep_handle"), handle)
+    (index,) = guard.operands("layout", group, index)
+    handle = primitives.layout(index, group=group, row_order=row_order, alignment=alignment, capacity=capacity)
+    return guard.results("layout", "jax_ep_handle", handle)
 
 
 def dispatch(
@@ -123,8 +125,8 @@ def dispatch(
 ) -> Rows:
     """Send each token to the ranks of its experts.
 
-    Linear in x and in weights; differentiable in both, any number of times, in forward and reverse mode. The gradient of
-    a pick that got no row is exactly zero.
+    Linear in x and in weights; differentiable in both, any number of times, in forward and reverse mode. The gradient
+    of a pick that got no row is exactly zero.
 
     Args:
       x: [T, H] float16, bfloat16 or float32, this rank's tokens; or (payload [T, H] float8_e4m3fn, scales
@@ -136,7 +138,7 @@ def dispatch(
       handle: of an earlier `layout` or `dispatch`, to send other tokens the same ways.
       top_k, alignment, row_order: as in `layout`; with a handle they must be the handle's.
       wire: None sends x as it is. "fp8" quantises it on the way (e4m3, float32 scales a block of 128); "fp8_ue8m0" the
-        same with power-of-two scales.
+        same with power-of-two scales. Input that comes quantised crosses as it is.
       dequantize: whether FP8 rows are brought back to x's dtype (the group's, for input that came quantised).
         Differentiating quantised rows raises; dequantised ones are straight-through.
 
@@ -172,7 +174,10 @@ def dispatch(
         )
     shape = handle.shape[1:]
     if index is not None and index.shape != shape:
-        raise ValueError(f"dispatch index: expected shape {shape} as in the handle, got {index.shape}")
+        raise ValueError(
+            f"dispatch index: expected shape {shape} as in the handle, got {index.shape}; pass the index that the "
+            "handle was made from"
+        )
     if weights is not None:
         weights = jnp.asarray(weights)
         if weights.shape != shape:
@@ -181,11 +186,13 @@ def dispatch(
                 "routing.weights"
             )
         if not jnp.issubdtype(weights.dtype, jnp.floating):
-            raise TypeError(f"dispatch weights: expected a floating dtype, got {weights.dtype.name}")
+            raise TypeError(
+                f"dispatch weights: expected a floating dtype, got {weights.dtype.name}; cast them to float32"
+            )
         weights = weights.astype(jnp.float32)
     if quantized or not dequantize:
-        x = primitives.refuse_gradient(x)
-    x, weights, ready = primitives.operands("dispatch", group, x, weights, handle)
+        x = fp8_wire.refuse_gradient(x)
+    x, weights, ready = guard.operands("dispatch", group, x, weights, handle)
 
     scales = None
     if wire is None and not quantized:
@@ -193,23 +200,21 @@ def dispatch(
     else:
         dtype = (group.dtype if quantized else x.dtype) if dequantize else None
         how = (_SCALE_FORMATS[wire or "fp8"], dtype)
-        rows, scales, row_weights = primitives.dispatch_fp8(how, ready, x, weights)
+        rows, scales, row_weights = fp8_wire.dispatch_fp8(how, ready, x, weights)
     local_index = None
     if handle.row_order == "rank" and index is not None:
-        (index,) = primitives.operands("dispatch", group, index)
+        (index,) = guard.operands("dispatch", group, index)
         local_index = reference.local_index(index, ready)
-    named = jax.tree.map(lambda array: checkpoint_name(array, "jax_ep_rows"), (rows, row_weights, local_index, scales))
-    rows, row_weights, local_index, scales = named
+    brought = rows, row_weights, local_index, scales
+    rows, row_weights, local_index, scales = guard.results("dispatch", "jax_ep_rows", brought)
     return Rows(rows, row_weights, ready.group_sizes, ready.counts, ready, local_index, scales)
 
 
-def combine(
-    y: jax.Array, handle: Handle, weights: jax.Array | None = None, *, group: Group | None = None
-) -> jax.Array:
+def combine(y: jax.Array, handle: Handle, weights: jax.Array | None = None, *, group: Group | None = None) -> jax.Array:
     """Bring rows back and add up those of each token.
 
-    Linear in y, and with weights bilinear; differentiable in both. Sums are in float32, rows of a rank with k ascending,
-    rounded to y's dtype once a rank, then ranks ascending. Rows without a token are never read.
+    Linear in y, and with weights bilinear; differentiable in both. Sums are in float32, rows of a rank with k
+    ascending, rounded to y's dtype once a rank, then ranks ascending. Rows without a token are never read.
 
     Args:
       y: [C, H] float16, bfloat16 or float32, the experts' results, in the order of `rows.x`. In rank order each row is
@@ -236,13 +241,14 @@ def combine(
             "keep the rows of one dispatch and its handle together"
         )
     if weights is None:
-        y, handle = primitives.operands("combine", group, y, handle)
+        y, handle = guard.operands("combine", group, y, handle)
         out = primitives.combine(handle, y)
     else:
         if handle.row_order == "rank":
             raise ValueError(
-                'combine weights: expected None for a handle of row_order="rank", whose rows are already weighted sums, '
-                'got weights; weight the rows by rows.weights and rows.index first, or dispatch with row_order="expert"'
+                'combine weights: expected None for a handle of row_order="rank", whose rows are already weighted '
+                "sums, got weights; weight the rows by rows.weights and rows.index first, or dispatch with "
+                'row_order="expert"'
             )
         weights = jnp.asarray(weights)
         if weights.shape != (handle.capacity,):
@@ -251,9 +257,9 @@ def combine(
             )
         if not jnp.issubdtype(weights.dtype, jnp.floating):
             raise TypeError(f"combine weights: expected a floating dtype, got {weights.dtype.name}; pass rows.weights")
-        y, weights, handle = primitives.operands("combine", group, y, weights.astype(jnp.float32), handle)
+        y, weights, handle = guard.operands("combine", group, y, weights.astype(jnp.float32), handle)
         out = primitives.weighted_combine(handle, y, weights)
-    return checkpoint_name(out, "jax_ep_combined")
+    return guard.results("combine", "jax_ep_combined", out)
 
 
 def _group_of(what: str, group: Group | None, handle: Handle | None) -> Group:
@@ -291,8 +297,8 @@ def _check_group(what: str, group: Group) -> None:
     wanted = {name: group.mesh.shape[name] for name in group.axis}
     if sizes != wanted:
         raise RuntimeError(
-            f"{what}: expected mesh axes of sizes {wanted}, for which the group was made, got {sizes}; create the group "
-            "with the mesh that shard_map uses"
+            f"{what}: expected mesh axes of sizes {wanted}, for which the group was made, got {sizes}; create the "
+            "group with the mesh that shard_map uses"
         )
 
 
@@ -300,7 +306,10 @@ def _check_token_dtype(what: str, dtype: Any, group: Group) -> None:
     dtype = jnp.dtype(dtype)
     if dtype not in TOKEN_DTYPES:
         names = ", ".join(d.name for d in TOKEN_DTYPES)
-        raise TypeError(f"{what}: expected one of {names}, got {dtype.name}; cast it first")
+        raise TypeError(
+            f"{what}: expected one of {names}, got {dtype.name}; cast it, or pass (payload, scales) from "
+            "jax_ep.quantize for tokens that are quantised already"
+        )
     if dtype.itemsize > group.dtype.itemsize:
         raise TypeError(
             f"{what}: expected at most {group.dtype.itemsize} bytes an element (the group's dtype {group.dtype.name}), "
@@ -337,20 +346,18 @@ def _check_tokens(what: str, x: Any, group: Group, wire: str | None, dequantize:
     blocks = -(-group.hidden // BLOCK)
     if quantized and scales.shape != (payload.shape[0], blocks):
         raise ValueError(
-            f"{what} x: expected scales of shape {(payload.shape[0], blocks)}, one a block of {BLOCK}, got {scales.shape}; "
-            "use jax_ep.quantize"
+            f"{what} x: expected scales of shape {(payload.shape[0], blocks)}, one a block of {BLOCK}, got "
+            f"{scales.shape}; use jax_ep.quantize"
         )
     if payload.shape[0] > group.max_tokens:
         raise ValueError(
-            f"{what} x: expected at most max_tokens={group.max_tokens} tokens a rank, got {payload.shape[0]}; create the "
-            f"group with max_tokens={payload.shape[0]}, or pass fewer tokens a call"
+            f"{what} x: expected at most max_tokens={group.max_tokens} tokens a rank, got {payload.shape[0]}; create "
+            f"the group with max_tokens={payload.shape[0]}, or pass fewer tokens a call"
         )
     return quantized, payload.shape[0]
 
 
-def _check_handle_options(
-    handle: Handle, top_k: int | None, alignment: int | None, row_order: str | None
-) -> None:
+def _check_handle_options(handle: Handle, top_k: int | None, alignment: int | None, row_order: str | None) -> None:
     for name, wanted, has in (
         ("top_k", top_k, handle.shape[2]),
         ("alignment", alignment, handle.alignment),

@@ -10,21 +10,31 @@ a pick. tests/test_reference_memory.py holds both to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep.config import RowOrder
-from jax_ep.layout import Handle, place_rows, sanitize
+from jax_ep.layout import Handle, Placed, place_rows, sanitize
 
 
-def layout(index: jax.Array, *, group: Any, row_order: RowOrder, alignment: int, capacity: int) -> Handle:
+def layout(
+    index: jax.Array,
+    *,
+    group: Any,
+    row_order: RowOrder,
+    alignment: int,
+    capacity: int,
+    place_rows: Callable[..., Placed] = place_rows,
+) -> Handle:
     """The handle of one call.
 
     Args:
       index: [T, K], any integer dtype, this rank's top-k index.
       group, row_order, alignment, capacity: as `Handle` keeps them.
+      place_rows: what decides the slots; the default is the meaning, others equal it bit for bit.
     """
     index, invalid = sanitize(index, group.num_experts)
     slots, group_sizes, counts, dropped = place_rows(
@@ -93,7 +103,7 @@ def combine(handle: Handle, y: jax.Array, weights: jax.Array | None = None) -> j
     total = jnp.zeros((tokens, y.shape[1]), jnp.float32)
     for rank in range(ranks):
         total = total + arrived[rank].astype(jnp.float32)
-    return _round(total, y.dtype)
+    return round_to(total, y.dtype)
 
 
 def combine_weights(handle: Handle, weights: jax.Array) -> jax.Array:
@@ -132,7 +142,7 @@ def _partial_sums(handle: Handle, y: jax.Array, weights: jax.Array | None) -> ja
         start = jnp.zeros((), rounds.dtype), jnp.zeros((slots.shape[0], y.shape[1]), jnp.float32)
         start = jax.tree.map(lambda zero: _varying_like(zero, (slots, y, weights)), start)
         _, total = jax.lax.while_loop(lambda state: state[0] < rounds, add, start)
-        return _round(total, y.dtype)
+        return round_to(total, y.dtype)
 
     # A rank-order row stands for all its picks at once.
     slots = handle.slots.max(-1, keepdims=True) if handle.row_order == "rank" else handle.slots
@@ -171,7 +181,8 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
-def _round(total: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def round_to(total: jax.Array, dtype: Any) -> jax.Array:
+    """A float32 value rounded to `dtype`, once."""
     # XLA for GPUs drops f32 -> bf16 -> f32 round trips; it keeps reduce_precision. (For float16 the latter would flush
     # subnormals, which bf16 shares with float32.)
     if dtype == jnp.bfloat16:
@@ -185,8 +196,6 @@ def _varying_like(value: jax.Array, like: object) -> jax.Array:
     for leaf in jax.tree.leaves(like):
         names |= jax.typeof(leaf).manual_axis_type.varying
     return jax.lax.pcast(value, tuple(sorted(names)), to="varying") if names else value
-
-
 
 
 def row_has_token(handle: Handle) -> jax.Array:

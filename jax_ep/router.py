@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 Score = Literal["softmax", "sigmoid"]
 GroupScore = Literal["top2_sum", "max"]
@@ -42,15 +43,15 @@ class Routing:
 
 
 def route(
-    logits: jax.Array,
-    bias: jax.Array | None = None,
+    logits: ArrayLike,
+    bias: ArrayLike | None = None,
     *,
     top_k: int,
     score: Score = "softmax",
     num_groups: int = 1,
     top_groups: int | None = None,
     group_score: GroupScore = "top2_sum",
-    scale: float | jax.Array = 1.0,
+    scale: ArrayLike = 1.0,
     renormalize: bool | None = None,
     pre_softmax: bool = True,
 ) -> Routing:
@@ -97,9 +98,7 @@ def route(
             bias.shape == (num_experts,),
             f"bias: expected shape ({num_experts},), one value for each expert, got {bias.shape}; reshape it",
         )
-    kept = _check_options(
-        num_experts, top_k, score, num_groups, top_groups, group_score, renormalize, pre_softmax
-    )
+    kept = _check_options(num_experts, top_k, score, num_groups, top_groups, group_score, renormalize, pre_softmax)
 
     logits = logits.astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits)
@@ -120,7 +119,7 @@ def route(
     return Routing(index, jnp.where(poisoned, jnp.nan, weights), scores, logits)
 
 
-def expert_load(index: jax.Array, num_experts: int, *, axis: Axis | None = None) -> jax.Array:
+def expert_load(index: ArrayLike, num_experts: int, *, axis: Axis | None = None) -> jax.Array:
     """How many times each expert was picked, before any drop.
 
     Args:
@@ -150,7 +149,7 @@ def expert_load(index: jax.Array, num_experts: int, *, axis: Axis | None = None)
     return load.astype(jnp.float32)
 
 
-def update_bias(bias: jax.Array, load: jax.Array, *, rate: float | jax.Array = 0.001) -> jax.Array:
+def update_bias(bias: ArrayLike, load: ArrayLike, *, rate: ArrayLike = 0.001) -> jax.Array:
     """The selection bias after one step: up for experts with less than the mean load, down for the others.
 
     Args:
@@ -212,7 +211,7 @@ def load_balance_loss(routing: Routing, *, axis: Axis | None = None) -> jax.Arra
     return scores.shape[-1] * jnp.sum(f * p)
 
 
-def sequence_balance_loss(routing: Routing, *, factor: float | jax.Array = 1e-4) -> jax.Array:
+def sequence_balance_loss(routing: Routing, *, factor: ArrayLike = 1e-4) -> jax.Array:
     """DeepSeek-V3's loss against imbalance within one sequence: `factor` for an even load.
 
     factor · sum over experts of f · P, where f is E / K times the part of the sequence's tokens that picked
@@ -247,7 +246,7 @@ def sequence_balance_loss(routing: Routing, *, factor: float | jax.Array = 1e-4)
     return jnp.asarray(factor, jnp.float32) * jnp.sum(f * p) / max(math.prod(sequences), 1)
 
 
-def z_loss(logits: jax.Array) -> jax.Array:
+def z_loss(logits: ArrayLike) -> jax.Array:
     """Router z-loss, the mean over tokens of logsumexp(logits)²: it keeps logits small.
 
     Args:
@@ -269,14 +268,12 @@ def z_loss(logits: jax.Array) -> jax.Array:
     return jnp.sum(squares) / max(squares.size, 1)
 
 
-def _select(
-    choice: jax.Array, top_k: int, num_groups: int, top_groups: int, group_score: GroupScore
-) -> jax.Array:
+def _select(choice: jax.Array, top_k: int, num_groups: int, top_groups: int, group_score: GroupScore) -> jax.Array:
     """The experts with the largest `choice` within the best groups: [..., E] to [..., K] int32."""
     if top_groups == num_groups:
         return _top_k(choice, top_k)[1]
-    groups = choice.reshape(*choice.shape[:-1], num_groups, -1)
-    size = groups.shape[-1]
+    size = choice.shape[-1] // num_groups
+    groups = choice.reshape(*choice.shape[:-1], num_groups, size)
     best = _top_k(groups, 1 if group_score == "max" else 2)[0]
     # The kept groups are set side by side and searched. Were the others masked with -inf instead, an expert
     # of a kept group that has -inf itself could lose to one of them.

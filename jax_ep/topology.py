@@ -16,7 +16,7 @@ def axis_names(axis: Axis) -> tuple[str, ...]:
 
     Example: `axis_names("ep") == ("ep",)`, `axis_names(("node", "gpu")) == ("node", "gpu")`.
     """
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = (axis,) if isinstance(axis, str) or not isinstance(axis, Sequence) else tuple(axis)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"axis: expected a mesh axis name or a tuple of them, got {axis!r}")
     if len(set(names)) != len(names):

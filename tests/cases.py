@@ -75,9 +75,7 @@ CASES = [
     Case(2, 6, 4, 64, alignment=8, capacity=33, index_dtype="int8"),
     Case(2, 7, 3, 6, 4, "float16", capacity_factor=1.25, index_dtype="uint8"),
     Case(3, 5, 2, 6, capacity=30, index_dtype="int64"),  # room for every pick of every rank
-    Case(
-        3, 25, 4, 12, 100, "bfloat16", capacity_factor=1.1, index_dtype="uint16"
-    ),  # 1.1 * 100 in binary is > 110
+    Case(3, 25, 4, 12, 100, "bfloat16", capacity_factor=1.1, index_dtype="uint16"),  # 1.1 * 100 in binary is > 110
     Case(3, 4, 9, 9, capacity=5, index_dtype="uint64"),
     Case(3, 0, 1, 3, 128),
     Case(6, 3, 2, 12),
@@ -158,9 +156,7 @@ def inputs(case: Case, draw: Draw) -> tuple[Inputs, oracle.Layout]:
     """
     rng = np.random.default_rng(draw.seed)
     index = _index(case, draw, rng)
-    lay = oracle.layout(
-        index, case.num_experts, case.rows, alignment=case.alignment, row_order=case.row_order
-    )
+    lay = oracle.layout(index, case.num_experts, case.rows, alignment=case.alignment, row_order=case.row_order)
     dtype = DTYPES[case.dtype]
     x = moderate(rng, (case.ranks, case.tokens, case.hidden), dtype)
     weights = moderate(rng, index.shape, np.float32)
@@ -188,9 +184,7 @@ def moderate(rng: np.random.Generator, shape: tuple[int, ...], dtype: type) -> n
 def invalid_values(index_dtype: str, num_experts: int) -> list[int]:
     """Values of the type that name no expert and are not -1; cut or of another sign, many would be valid."""
     info = np.iinfo(index_dtype)
-    wrapped = [
-        sign * 2**n + low for n in (8, 16, 31, 32, 63) for sign in (-1, 1) for low in (-1, 0, num_experts - 1)
-    ]
+    wrapped = [sign * 2**n + low for n in (8, 16, 31, 32, 63) for sign in (-1, 1) for low in (-1, 0, num_experts - 1)]
     values = {-2, -num_experts, num_experts, num_experts + 1, int(info.min), int(info.max), *wrapped}
     return sorted(v for v in values if info.min <= v <= info.max and not -1 <= v < num_experts)
 
@@ -202,9 +196,7 @@ def _index(case: Case, draw: Draw, rng: np.random.Generator) -> np.ndarray:
     if draw.routing == "uniform":
         index = rng.integers(0, experts, shape)
     elif draw.routing == "distinct":
-        index = rng.permuted(np.broadcast_to(np.arange(experts), (*shape[:2], experts)), axis=2)[
-            ..., : case.top_k
-        ]
+        index = rng.permuted(np.broadcast_to(np.arange(experts), (*shape[:2], experts)), axis=2)[..., : case.top_k]
     elif draw.routing == "skewed":
         popular = 1 / np.arange(1, experts + 1) ** 1.5
         index = rng.permutation(experts)[rng.choice(experts, shape, p=popular / popular.sum())]

@@ -40,9 +40,7 @@ def gpus() -> list[jax.Device]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "gpu: needs a CUDA device; skipped, with the reason, where there is none"
-    )
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, with the reason, where there is none")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -70,9 +70,7 @@ def rows_capacity(
 ) -> int:
     """Static row limit of one rank for one call."""
     if capacity_factor is not None:
-        exact = (
-            Fraction(str(capacity_factor)) * tokens * top_k
-        )  # 1.1 means 11/10, not the nearest binary fraction
+        exact = Fraction(str(capacity_factor)) * tokens * top_k  # 1.1 means 11/10, not the nearest binary fraction
         capacity = exact.numerator // exact.denominator + (exact.denominator != 1)
         if row_order == "rank":
             capacity = min(capacity, ranks * tokens)
@@ -127,9 +125,7 @@ def layout(
                 if expert >= 0:
                     picks[expert // local].append((source, token, k, expert % local))
     for rank in range(ranks):
-        num_dropped[rank, 0] = build(
-            picks[rank], capacity, alignment, slots[rank], group_sizes[rank], counts[rank]
-        )
+        num_dropped[rank, 0] = build(picks[rank], capacity, alignment, slots[rank], group_sizes[rank], counts[rank])
     return Layout(slots, group_sizes, counts, num_dropped, num_invalid, clean, capacity, row_order)
 
 
@@ -226,9 +222,7 @@ def quantize(x: np.ndarray, scale_format: str = "float32") -> tuple[np.ndarray, 
     for token in np.ndindex(x.shape[:-1]):
         for block in range(blocks):
             part = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
-            payload[(*token, part)], scales[(*token, block)] = _quantize_block(
-                x[(*token, part)], scale_format
-            )
+            payload[(*token, part)], scales[(*token, block)] = _quantize_block(x[(*token, part)], scale_format)
     return payload, scales
 
 
@@ -243,10 +237,8 @@ def _quantize_block(x: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.fl
     inverse = FP8_MAX / amax
     if scale_format == "ue8m0":
         mantissa, exponent = np.frexp(scale)  # scale = mantissa * 2**exponent, mantissa in [0.5, 1)
-        exponent = int(exponent) - (
-            1 if mantissa == 0.5 else 0
-        )  # the least power of two that is not below scale
-        scale, inverse = np.float32(2.0**exponent), np.float32(2.0**-exponent)
+        power = int(exponent) - (mantissa == 0.5)  # the least power of two that is not below scale
+        scale, inverse = np.float32(2.0**power), np.float32(2.0**-power)
     return np.clip(x * inverse, -FP8_MAX, FP8_MAX).astype(FP8), scale
 
 

@@ -24,10 +24,7 @@ def run(body, mesh: jax.sharding.Mesh, **arrays: np.ndarray) -> dict[str, np.nda
     """`body` in jit and shard_map; arrays have the rank leading, in and out."""
     spec = P(tuple(mesh.axis_names))
     inside = jax.shard_map(lambda a: body(SimpleNamespace(**a)), mesh=mesh, in_specs=spec, out_specs=spec)
-    flat = {
-        name: jax.device_put(a.reshape(-1, *a.shape[2:]), NamedSharding(mesh, spec))
-        for name, a in arrays.items()
-    }
+    flat = {name: jax.device_put(a.reshape(-1, *a.shape[2:]), NamedSharding(mesh, spec)) for name, a in arrays.items()}
     ranks = int(np.prod(list(mesh.shape.values())))
     return {name: np.asarray(a).reshape(ranks, -1, *a.shape[1:]) for name, a in jax.jit(inside)(flat).items()}
 
@@ -80,9 +77,7 @@ def test_tokens_and_weights_of_every_float(dtype, weights_dtype):
     assert_oracle(out, x, weights, lay)
 
 
-@pytest.mark.parametrize(
-    "index_dtype", [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-)
+@pytest.mark.parametrize("index_dtype", [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)])
 def test_index_of_every_integer(index_dtype):
     """Each value that is out of range and would not be after a cast, and some that are in range."""
     case = cases.Case(RANKS, 12, TOP_K, EXPERTS, HIDDEN, index_dtype=index_dtype)
@@ -121,10 +116,7 @@ def test_a_handle_may_leave_shard_map_and_come_back():
     lay = oracle.layout(given.index, EXPERTS, ROWS)
     mesh = make_mesh()
     over_ranks: dict[str, Any] = {"mesh": mesh, "in_specs": P("ep"), "out_specs": P("ep")}
-    flat = [
-        jax.device_put(a.reshape(-1, a.shape[2]), NamedSharding(mesh, P("ep")))
-        for a in (given.x, given.index)
-    ]
+    flat = [jax.device_put(a.reshape(-1, a.shape[2]), NamedSharding(mesh, P("ep"))) for a in (given.x, given.index)]
     handle = jax.jit(jax.shard_map(lambda index: jax_ep.layout(index, group=group), **over_ranks))(flat[1])
     send = jax.jit(jax.shard_map(lambda x, handle: jax_ep.dispatch(x, handle=handle).x, **over_ranks))
     assert_same(np.asarray(send(flat[0], handle)).reshape(RANKS, ROWS, HIDDEN), oracle.dispatch(given.x, lay))

@@ -43,8 +43,7 @@ def trace(body, mesh: jax.sharding.Mesh, **changes):
     } | changes
     ranks = int(np.prod(list(mesh.shape.values())))
     shapes = {
-        name: jax.ShapeDtypeStruct((ranks * shape[0], *shape[1:]), dtype)
-        for name, (shape, dtype) in arguments.items()
+        name: jax.ShapeDtypeStruct((ranks * shape[0], *shape[1:]), dtype) for name, (shape, dtype) in arguments.items()
     }
     specs = P(tuple(mesh.axis_names))
     inside = jax.shard_map(lambda a: body(SimpleNamespace(**a)), mesh=mesh, in_specs=specs, out_specs=specs)
@@ -109,9 +108,7 @@ def test_inside_shard_map_over_another_axis(group, operation):
     refuses(RuntimeError, "('ep',)", "('data',)", "axis_names", trace, lambda u: body(u.x), other)
     both = make_mesh((2, 2), ("data", "ep"))
     only_data = jax.shard_map(body, mesh=both, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-    refuses(
-        RuntimeError, "('ep',)", "('data',)", "axis_names", jax.eval_shape, jax.jit(only_data), jnp.zeros(2)
-    )
+    refuses(RuntimeError, "('ep',)", "('data',)", "axis_names", jax.eval_shape, jax.jit(only_data), jnp.zeros(2))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -122,9 +119,7 @@ def test_inside_shard_map_over_more_ranks(group, operation):
         OPERATIONS[operation](a, group)
         return unused.x
 
-    refuses(
-        RuntimeError, "{'ep': 2}", "{'ep': 4}", "create the group with the mesh", trace, body, make_mesh((4,))
-    )
+    refuses(RuntimeError, "{'ep': 2}", "{'ep': 4}", "create the group with the mesh", trace, body, make_mesh((4,)))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -75,9 +75,7 @@ def test_worst_case_capacity_drops_nothing(ranks, tokens, top_k, local_experts, 
 
 def test_worst_case_capacity_has_no_block_too_many():
     for ranks, local_experts, alignment, tokens in itertools.product((1, 2), (1, 2, 3), (1, 3, 4), (1, 2, 3)):
-        made = GroupConfig(
-            ranks, tokens, 1, ranks * local_experts, 1, np.dtype("float32"), alignment=alignment
-        )
+        made = GroupConfig(ranks, tokens, 1, ranks * local_experts, 1, np.dtype("float32"), alignment=alignment)
         picks = ranks * tokens
         worst = max(
             sum(-(-n // alignment) for n in split)

@@ -58,17 +58,12 @@ class Program:
         """Arrays with the rank leading, in and out."""
         ranks = self.case.ranks
         # jax 0.11.2 crashes on arguments of shard_map without elements: `_of_rank` cuts them out of one row.
-        arrays = {
-            name: a if a.shape[1] else np.zeros((ranks, 1, *a.shape[2:]), a.dtype)
-            for name, a in arrays.items()
-        }
+        arrays = {name: a if a.shape[1] else np.zeros((ranks, 1, *a.shape[2:]), a.dtype) for name, a in arrays.items()}
         with jax.enable_x64(self.case.index_dtype in ("int64", "uint64")):
             sharding = NamedSharding(self.mesh, P("ep"))
             flat = {name: a.reshape(ranks * a.shape[1], *a.shape[2:]) for name, a in arrays.items()}
             out = self.call({name: jax.device_put(a, sharding) for name, a in flat.items()})
-            return {
-                name: np.asarray(a).reshape(ranks, len(a) // ranks, *a.shape[1:]) for name, a in out.items()
-            }
+            return {name: np.asarray(a).reshape(ranks, len(a) // ranks, *a.shape[1:]) for name, a in out.items()}
 
     def _of_rank(self, of: dict[str, jax.Array]) -> dict[str, jax.Array]:
         case = self.case
@@ -96,9 +91,7 @@ class Program:
             raw = {**options, "dequantize": False}
             out |= _rows_arrays("wire", jax_ep.dispatch(of["x"], of["index"], of["weights"], **wire))
             out |= _rows_arrays("wire, raw", jax_ep.dispatch(of["x"], of["index"], **wire, dequantize=False))
-            out |= _rows_arrays(
-                "quantized", jax_ep.dispatch(quantized, of["index"], of["weights"], **options)
-            )
+            out |= _rows_arrays("quantized", jax_ep.dispatch(quantized, of["index"], of["weights"], **options))
             out |= _rows_arrays("quantized, raw", jax_ep.dispatch(quantized, of["index"], **raw))
         return out
 

@@ -102,9 +102,7 @@ def parallel_loss(case: Case, dtype: str):
     )
 
     def local(p: dict) -> jax.Array:
-        routing = jax_ep.route(
-            jnp.matmul(p["x"], p["router"], precision="highest"), top_k=TOP_K, score=case.score
-        )
+        routing = jax_ep.route(jnp.matmul(p["x"], p["router"], precision="highest"), top_k=TOP_K, score=case.score)
         rows = jax_ep.dispatch(
             p["x"].astype(dtype), routing.index, routing.weights, group=group, row_order=case.row_order
         )
@@ -116,9 +114,7 @@ def parallel_loss(case: Case, dtype: str):
             inner = jax.nn.silu(jnp.einsum("ch,ehf->cef", rows.x, gate)) * jnp.einsum("ch,ehf->cef", rows.x, up)
             local_experts = case.experts // case.ranks
             mask = (jax.nn.one_hot(rows.index, local_experts) * rows.weights[..., None]).sum(1)
-            out = jax_ep.combine(
-                jnp.einsum("cef,efh,ce->ch", inner, down, mask.astype(dtype)), rows.handle
-            )
+            out = jax_ep.combine(jnp.einsum("cef,efh,ce->ch", inner, down, mask.astype(dtype)), rows.handle)
         out = out.astype(jnp.float32)
         return jax.lax.psum((out * p["target"]).sum() + (out**2).sum() / 2, "ep")
 
@@ -177,7 +173,8 @@ def test_picks_without_a_row_get_a_weight_gradient_of_exactly_zero():
     sharded = jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     place = jax.NamedSharding(mesh, P("ep"))
     x, index, weights = jax.device_put(
-        (rng.standard_normal((2 * TOKENS, HIDDEN), np.float32), index, np.ones(index.shape, np.float32)), place
+        (rng.standard_normal((2 * TOKENS, HIDDEN), np.float32), index, np.ones(index.shape, np.float32)),
+        place,
     )
     gradient = jax.jit(jax.grad(lambda w: sharded(x, index, w).sum()))(weights)
     expected = np.where(kept, np.asarray(x, np.float64).sum(1)[:, None], 0)

@@ -69,9 +69,7 @@ def test_under_jit_on_a_sharded_array(shape, axes, axis, kind):
     mesh = make_mesh(shape, axes, kind)
     layer, group = config(), make_group(mesh, axis)
     params = moe.init(jax.random.key(1), layer)
-    params = jax.device_put(
-        params, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), moe.param_specs(group))
-    )
+    params = jax.device_put(params, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), moe.param_specs(group)))
     x = tokens(mesh, axes)
     y, stats = jax.jit(lambda p, x: moe.apply(p, x, config=layer, group=group, batch_axes=axes))(params, x)
     expected, load = expected_output(params, x)

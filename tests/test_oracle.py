@@ -159,9 +159,7 @@ def test_quantize_by_hand():
     # fl(1/448) is too large by 0.375 * 2**-23 of itself, so 1344 * fl(1/448) rounds up to the number after 3.
     assert payload[1, 128:131].tolist() == [448, 0, 0] and scales[1, 1] == 3 + 2.0**-22
     back = oracle.dequantize(payload, scales, np.float32)
-    assert (
-        back[1, 128] == 1344 + 2.0**-13 and np.isnan(back[1, :128]).all() and back[0, 3] == np.float32(0.3125)
-    )
+    assert back[1, 128] == 1344 + 2.0**-13 and np.isnan(back[1, :128]).all() and back[0, 3] == np.float32(0.3125)
 
     payload, scales = oracle.quantize(np.array([[1344, -1, 0.5]], np.float32), "ue8m0")
     assert scales.tolist() == [[4]]  # 3, rounded up to a power of two

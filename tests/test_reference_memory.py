@@ -41,7 +41,11 @@ def test_dispatch_and_combine_hold_no_more_than_two_exchange_buffers(dtype):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=jax.NamedSharding(mesh, P("ep")))
 
     picks = (RANKS * TOKENS, TOP_K)
-    arguments = shape(RANKS * TOKENS, HIDDEN), shape(*picks, dtype=jnp.int32), shape(*picks, dtype=jnp.float32)
+    arguments = (
+        shape(RANKS * TOKENS, HIDDEN),
+        shape(*picks, dtype=jnp.int32),
+        shape(*picks, dtype=jnp.float32),
+    )
     sharded = jax.shard_map(dispatch, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
     rows = jax.eval_shape(sharded, *arguments)
     buffer = RANKS * TOKENS * HIDDEN * np.dtype(dtype).itemsize

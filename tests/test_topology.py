@@ -44,7 +44,10 @@ def test_rank_order_is_that_of_axis_index(axes, cpus):
     mesh = jax.sharding.Mesh(np.array(cpus[:6]).reshape(2, 3), ("dp", "ep"))
     rank = jax.jit(
         jax.shard_map(
-            lambda: jax.lax.axis_index(axes)[None, None], mesh=mesh, in_specs=(), out_specs=P("dp", "ep"),
+            lambda: jax.lax.axis_index(axes)[None, None],
+            mesh=mesh,
+            in_specs=(),
+            out_specs=P("dp", "ep"),
             check_vma=False,
         )
     )()

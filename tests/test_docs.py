@@ -1,0 +1,141 @@
+"""The documentation is right: its programs run, its links lead somewhere, its tables are the code's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from test_layering import BELOW
+
+import jax_ep
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)```$", re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAME = re.compile(r"`(\w+)`")
+
+
+class Block(NamedTuple):
+    """A program in a page, and the line of the page that it begins on, counted from 1."""
+
+    line: int
+    source: str
+
+
+def runnable(text: str) -> list[Block]:
+    """The blocks fenced as python: all of them run. What is not to run is fenced as text or sh."""
+    fences = (match for match in FENCE.finditer(text) if match[1] == "python")
+    return [Block(text.count("\n", 0, match.start(2)) + 1, match[2]) for match in fences]
+
+
+def run(pages: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """All programs of pages {name: text} in one fresh interpreter; those of one page share their names."""
+    script = []
+    for name, text in pages.items():
+        script.append("names = {'__name__': '__main__'}")
+        for line, source in runnable(text):
+            at_line = "\n" * (line - 1) + source  # so that a traceback names the line of the page
+            script.append(f"print('running', {name!r}, {line}, flush=True)")
+            script.append(f"exec(compile({at_line!r}, {name!r}, 'exec'), names)")
+    # Not what conftest.py set for this process: README.md comes first and has to be complete.
+    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")}
+    return subprocess.run(
+        [sys.executable, "-"],
+        input="\n".join(script),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def anchors(text: str) -> set[str]:
+    """What a link may name after # in a page: its headings as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Relative links in `text`, which is that of `page`, to a file or a heading that does not exist."""
+    broken = []
+    for target in LINK.findall(FENCE.sub("", text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file
+        if file and not path.exists():
+            broken.append(target)
+        elif anchor and anchor not in anchors(path.read_text() if file else text):
+            broken.append(target)
+    return broken
+
+
+def section(text: str, heading: str) -> str:
+    """The text below a heading, up to the next of any level."""
+    return text.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
+
+
+def first_column(text: str) -> list[str]:
+    return [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+
+
+def test_programs_run() -> None:
+    pages = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+    for name in ("README.md", "docs/semantics.md", "docs/architecture.md"):
+        assert runnable(pages[name]), f"{name}: no program was found"
+    done = run(pages)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.count("running") == sum(len(runnable(text)) for text in pages.values())
+
+
+def test_a_wrong_program_is_found() -> None:
+    page = [
+        "# A page",
+        "```python",
+        "x = 1",
+        "```",
+        "```text",
+        "assert 0",
+        "```",
+        "```python",
+        "",
+        "assert x == 2",
+        "```",
+    ]
+    done = run({"page.md": "\n".join(page)})
+    assert done.returncode != 0
+    assert 'File "page.md", line 10' in done.stderr
+    assert "AssertionError" in done.stderr
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_links(page: Path) -> None:
+    assert broken_links(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize("target", ["nowhere.md", "README.md#no-such-heading", "#no-such-heading"])
+def test_a_broken_link_is_found(target: str) -> None:
+    text = f"## At 3 a.m.\n[a](README.md#api) [b](https://example.com/x) [c](#at-3-am) [d]({target})\n"
+    assert broken_links(ROOT / "made_up.md", text) == [target]
+
+
+def test_api_table_is_the_public_names() -> None:
+    listed = NAME.findall(" ".join(first_column(section((ROOT / "README.md").read_text(), "## API"))))
+    public = {
+        name for name, value in vars(jax_ep).items() if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert len(listed) == len(set(listed))
+    assert set(listed) == public | {"__version__"}
+
+
+def test_layers_table_is_the_one_enforced() -> None:
+    table = section((ROOT / "docs" / "architecture.md").read_text(), "## Layers")
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    assert {NAME.findall(row[1])[0]: tuple(NAME.findall(row[3])) for row in rows} == BELOW

@@ -1,0 +1,232 @@
+"""examples/train_moe.py: what it writes, that it learns, that it resumes exactly, what it refuses."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))  # as Python does when it runs the script
+
+import text as text_module  # noqa: E402
+import train_moe  # noqa: E402
+
+SMALL = "--layers 1 --hidden 32 --intermediate 32 --heads 2 --sequence 32 --batch 8".split()
+# The sigmoid router has all there is to restore: weights, optimiser, and the bias that no optimiser keeps.
+WHOLE = [*SMALL, *"--devices 4 --experts 8 --router sigmoid --steps 150 --learning-rate 0.02".split()]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """The script in a process of its own, without the devices that conftest.py asks for."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "train_moe.py"), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], status: int) -> str:
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == status, errors
+    return output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where three runs wrote: one from start to end, one ended by Ctrl-C, and that one resumed."""
+    folder = tmp_path_factory.mktemp("runs")
+    finish(start(*WHOLE, "--out", str(folder / "whole")), status=0)
+
+    checkpointed = [*WHOLE, "--checkpoint", str(folder / "checkpoints"), "--checkpoint-every", "2"]
+    process = start(*checkpointed, "--out", str(folder / "interrupted"))
+    while process.poll() is None and not (folder / "checkpoints" / "2").is_dir():
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert "go on with --resume" in finish(process, status=130)
+
+    (folder / "summary").write_text(finish(start(*checkpointed, "--resume", "--out", str(folder / "resumed")), 0))
+    return folder
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("run", ["whole", "resumed"])
+def test_writes_its_files(folder: Path, run: str) -> None:
+    metrics, history = read(folder / run / "metrics.json"), read(folder / run / "history.json")
+    assert (metrics["steps"], metrics["devices"], metrics["implementation"]) == (150, 4, "reference")
+    assert 0 < metrics["step_time_s"] < 10
+    assert metrics["heldout_loss_nats"] == history["heldout"][-1][1]
+    assert len(history["loss"]) == 150
+    assert [step for step, _ in history["heldout"]] == [25, 50, 75, 100, 125, 150]
+    load = np.asarray(history["load"])
+    assert load.shape == (150, 1, 8)
+    assert (load.sum(axis=-1) == 8 * 32 * 2).all()  # every byte picks two experts
+    for plot in ("loss.png", "expert_load.png"):
+        assert (folder / run / plot).read_bytes().startswith(PNG)
+
+
+def test_learns(folder: Path) -> None:
+    metrics, history = read(folder / "whole" / "metrics.json"), read(folder / "whole" / "history.json")
+    assert history["loss"][0] > math.log(256) - 1  # it starts by knowing nothing
+    assert metrics["heldout_loss_nats"] < 0.9 * metrics["unigram_entropy_nats"]
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(folder: Path) -> None:
+    whole, resumed = (read(folder / run / "history.json") for run in ("whole", "resumed"))
+    assert len(resumed["seconds"]) < len(whole["seconds"]), "the first part was not taken from the checkpoint"
+    for name in ("loss", "heldout", "load", "dropped"):
+        assert whole[name] == resumed[name], name  # bit for bit: the same program on the same data
+
+
+def test_summary_names_every_file(folder: Path) -> None:
+    summary = (folder / "summary").read_text()
+    for name in ("loss.png", "expert_load.png", "metrics.json", "history.json"):
+        assert str(folder / "resumed" / name) in summary
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """The script's main in this process, on the devices that conftest.py asked for."""
+    for name in ("XLA_FLAGS", "NPROC"):
+        monkeypatch.setenv(name, os.environ[name])  # so that a change is undone
+    platforms = jax.config.jax_platforms
+    yield train_moe.main
+    jax.config.update("jax_platforms", platforms)
+
+
+def refusal(main, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What main says, in one line, before it ends with status 2."""
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--experts 12", "--experts: expected a multiple of the 8 devices, got 12; pass 16"),
+        ("--devices 3 --batch 16", "--batch: expected a multiple of the 3 devices, got 16; pass 18"),
+        ("--top-k 9", "--top-k: expected at most the 8 experts, got 9"),
+        ("--hidden 100", "--hidden: expected a multiple of twice the 4 heads, got 100; pass 104"),
+        ("--devices 9", "--devices: expected at most the 8 that XLA_FLAGS asks for, got 9"),
+        ("--resume", "--resume: expected --checkpoint FOLDER with it, got none"),
+        ("--steps 0", "argument --steps: expected a whole number from 1 on, got 0"),
+        ("--steps few", "argument --steps: expected a whole number from 1 on, got few"),
+        ("--seed -1", "argument --seed: expected a whole number from 0 on, got -1"),
+        ("--learning-rate nan", "argument --learning-rate: expected a number above 0, got nan"),
+        ("--z-factor -1", "argument --z-factor: expected a number from 0 on, got -1"),
+        (
+            "--text /no/such/file",
+            "--text: expected a readable file, got /no/such/file (No such file or directory)",
+        ),
+    ],
+)
+def test_refuses_options(main, capsys, tmp_path: Path, arguments: str, message: str) -> None:
+    assert message in refusal(main, capsys, *arguments.split(), "--out", tmp_path)
+
+
+def test_refuses_texts(main, capsys, tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"x" * 330)
+    message = refusal(main, capsys, "--text", file, "--sequence", 32, "--out", tmp_path)
+    assert f"--text: expected more than one kind of byte, got one in {file}" in message
+    file.write_bytes(b"x" * 329)
+    message = refusal(main, capsys, "--text", file, "--sequence", 32, "--out", tmp_path)
+    assert (
+        f"--text: expected at least 330 bytes for --sequence 32, since a tenth is held out, got 329 in {file}"
+        in message
+    )
+    file.write_bytes(b"abc\xff" * 1000)
+    message = refusal(main, capsys, "--text", file, "--sequence", 32, "--out", tmp_path)
+    assert f"--text: expected UTF-8 text, got {file}, which is none at byte 3" in message
+
+
+def test_refuses_folders(main, capsys, tmp_path: Path, folder: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert f"--out: expected a folder to write to, got {file} (File exists)" in refusal(main, capsys, "--out", file)
+    arguments = [*WHOLE, "--out", tmp_path, "--checkpoint"]
+    empty, full = tmp_path / "empty", folder / "checkpoints"
+    assert f"expected a checkpoint in {empty}, got none" in refusal(main, capsys, *arguments, empty, "--resume")
+    assert f"got {full} with one of step 150; pass --resume" in refusal(main, capsys, *arguments, full)
+    message = refusal(main, capsys, *arguments, full, "--resume", "--top-k", 3)
+    assert "where top_k is 2, got 3" in message
+
+
+def test_refuses_gpus_where_there_are_none(main, capsys, tmp_path: Path) -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("there are")
+    message = refusal(main, capsys, "--platform", "gpu", "--out", tmp_path)
+    assert "--platform: expected a gpu that JAX can use, got none" in message
+    assert "pass --platform cpu" in message
+
+
+def test_own_text_in_bfloat16(main, tmp_path: Path) -> None:
+    """What alternates is soon learned; this also runs the softmax router."""
+    file = tmp_path / "text"
+    file.write_bytes(b"ab" * 1000)
+    options = [
+        *SMALL,
+        "--text",
+        str(file),
+        "--dtype",
+        "bfloat16",
+        "--learning-rate",
+        "0.05",
+        "--out",
+        str(tmp_path),
+    ]
+    assert main([*options, "--devices", "2", "--steps", "20"]) == 0
+    metrics = read(tmp_path / "metrics.json")
+    assert metrics["unigram_entropy_nats"] == pytest.approx(math.log(2), rel=1e-12)
+    assert metrics["heldout_loss_nats"] < 0.5 * math.log(2)
+
+
+def test_unigram_entropy_and_split(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"aabc" * 100)
+    text = text_module.load(file, sequence=4)
+    assert text.unigram_entropy == pytest.approx(1.5 * math.log(2), rel=1e-12)
+    assert text.train.tobytes() + text.heldout.tobytes() == b"aabc" * 100
+    assert len(text.heldout) == 40
+
+
+def test_batches_are_windows_of_their_part(tmp_path: Path) -> None:
+    """In a text that counts, a window's bytes tell where it came from."""
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(128)))
+    text = text_module.load(file, sequence=7)
+    batches = [text.batch(seed=0, step=step, size=64) for step in range(50)]
+    windows = np.concatenate(batches)
+    assert windows.shape == (50 * 64, 8)
+    assert (np.diff(windows) == 1).all()
+    assert (windows.min(), windows.max()) == (0, 115)  # 12 of 128 bytes are held out, the rest is all used
+    heldout = np.concatenate(text.heldout_batches(count=2, size=5))
+    assert (np.diff(heldout) == 1).all()
+    assert (heldout.min(), heldout.max()) == (116, 127)
+    assert np.array_equal(text.batch(0, 7, 64), batches[7])
+    assert not np.array_equal(text.batch(1, 7, 64), batches[7])
+
+
+def test_python_topics_hold_nothing_out_that_was_trained_on() -> None:
+    text = text_module.load(None, sequence=128)
+    trained = set(text.train.tobytes().split(b"\n\n"))
+    heldout = text.heldout.tobytes().split(b"\n\n")[1:]
+    assert len(heldout) > 100
+    assert not trained & set(heldout)

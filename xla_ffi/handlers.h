@@ -1,0 +1,15 @@
+// Every handler of this module, by its C++ symbol.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jax_ep {
+
+extern "C" {
+XLA_FFI_Error* JaxEpLayoutCpu(XLA_FFI_CallFrame* call_frame);
+#ifdef JAX_EP_WITH_CUDA
+XLA_FFI_Error* JaxEpLayoutCuda(XLA_FFI_CallFrame* call_frame);
+#endif
+}
+
+}  // namespace jax_ep
