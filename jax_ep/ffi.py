@@ -33,6 +33,11 @@ def layout_platforms() -> frozenset[str]:
     return frozenset(found)
 
 
+def layout_scratch_words(num_local_experts: int) -> int:
+    """Words that the CUDA kernels want as a result more, to work in."""
+    return _native.require().layout_scratch_words(num_local_experts)
+
+
 def place_rows(
     index: jax.Array,
     first_expert: jax.Array,
@@ -66,7 +71,7 @@ def _call_layout(
 ) -> Placed:
     shapes: list[tuple[int, ...]] = [index.shape, (num_local_experts,), (num_local_experts,), (1,)]
     if scratch:
-        shapes.append((_native.require().layout_scratch_words(num_local_experts),))
+        shapes.append((layout_scratch_words(num_local_experts),))
     results = jax.ffi.ffi_call(LAYOUT, [_typed(shape, index) for shape in shapes])(
         index,
         first_expert,

@@ -112,19 +112,20 @@ def place_rows(
 
 def _place_by_expert(local: jax.Array, experts: int, capacity: int, alignment: int) -> Placed:
     key = local.reshape(-1)
+    wanted = _histogram(key, experts)
     # A stable sort by expert leaves (source rank, token, k) in order within each of them.
     position = jax.lax.iota(jnp.int32, key.size)
     key, origin = jax.lax.sort((key, position), num_keys=1, is_stable=True)
-    starts = jnp.searchsorted(key, jnp.arange(experts + 1, dtype=jnp.int32), side="left").astype(jnp.int32)
-    wanted = starts[1:] - starts[:-1]
     blocks = accept_blocks(-(-wanted // alignment), capacity // alignment)
     group_sizes = blocks * alignment
     counts = jnp.minimum(wanted, group_sizes)
     first_row = jnp.cumsum(group_sizes) - group_sizes
     # The key of picks that live elsewhere is `experts`: a last entry that keeps none of them.
-    nth = position - starts[key]
-    keep = nth < jnp.append(counts, 0)[key]
-    slot = jnp.where(keep, jnp.append(first_row, 0)[key] + nth, -1)
+    starts, counts_here, first_here = (
+        jnp.append(each, last)[key] for each, last in ((jnp.cumsum(wanted) - wanted, 0), (counts, 0), (first_row, 0))
+    )
+    nth = position - starts
+    slot = jnp.where(nth < counts_here, first_here + nth, -1)
     slots = jnp.zeros_like(slot).at[origin].set(slot, unique_indices=True)
     dropped = jnp.sum(wanted - counts, dtype=jnp.int32).reshape(1)
     return slots.reshape(local.shape), group_sizes, counts, dropped
@@ -163,7 +164,11 @@ def _place_by_rank(local: jax.Array, experts: int, capacity: int) -> Placed:
     row = jnp.cumsum(wants, dtype=jnp.int32) - 1
     row = jnp.where(wants & (row < capacity), row, -1).reshape(local.shape[:-1])
     slots = jnp.where(is_local, row[..., None], -1)
-    kept = jnp.where(slots >= 0, local, experts).reshape(-1)
-    counts = jnp.zeros(experts + 1, jnp.int32).at[kept].add(1)[:experts]
+    counts = _histogram(jnp.where(slots >= 0, local, experts).reshape(-1), experts)
     dropped = jnp.maximum(jnp.sum(wants, dtype=jnp.int32) - capacity, 0).reshape(1)
     return slots, counts, counts, dropped
+
+
+def _histogram(key: jax.Array, experts: int) -> jax.Array:
+    """How often each of 0 to experts - 1 occurs, [experts] int32; the key `experts` stands for none."""
+    return jnp.zeros(experts + 1, jnp.int32).at[key].add(1)[:experts]

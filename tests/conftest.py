@@ -1,10 +1,15 @@
-"""Eight CPU devices, reproducible draws, and a visible reason where a test needs a GPU."""
+"""Eight CPU devices, in one process or in several, reproducible draws, and a visible reason where a test is skipped."""
 
 import os
+from collections.abc import Generator
+from typing import Any
+
+import processes
 
 # Read when JAX is imported. Twice as many host threads as devices: with fewer, programs in flight can starve
 # each other of the threads that their collectives wait for.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+devices = processes.DEVICES // int(os.environ.get(processes.COUNT, "1"))
+os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
 os.environ.setdefault("NPROC", "16")
 
 import functools  # noqa: E402
@@ -12,6 +17,7 @@ import functools  # noqa: E402
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import world  # noqa: E402
 
 hypothesis.settings.register_profile(
     "fixed",  # the same draws in every run: what CI and a plain `pytest` use
@@ -29,6 +35,18 @@ hypothesis.settings.register_profile(
     derandomize=False,
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+if world.COUNT > 1:
+    hypothesis.settings.register_profile(
+        "processes",  # all processes must draw alike: nothing from a database, nothing that looks at a clock
+        hypothesis.settings.get_profile(hypothesis.settings.get_current_profile_name()),
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # shrinking has a time limit
+    )
+    hypothesis.settings.load_profile("processes")
+
+OUTCOME = pytest.StashKey[str]()
 
 
 @functools.cache
@@ -39,13 +57,50 @@ def gpus() -> list[jax.Device]:
         return []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes", type=int, default=1, metavar="N", help="run in N processes under jax.distributed")
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """With --processes, in the process that was asked: the tests run in others."""
+    count = config.option.processes
+    if count == 1 or world.COUNT > 1:
+        return None
+    if not 1 < count <= processes.DEVICES:
+        raise pytest.UsageError(f"--processes: expected 1 to {processes.DEVICES}, got {count}")
+    if config.getoption("numprocesses", None):
+        raise pytest.UsageError("--processes: expected no -n, as all processes run the same tests in the same order")
+    return processes.launch(config.invocation_params.args, count, config.invocation_params.dir)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, with the reason, where there is none")
+    config.addinivalue_line("markers", "processes: runs in several processes, too (pytest --processes 2)")
+    if world.COUNT > 1:
+        world.join()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if world.COUNT > 1 and not item.get_closest_marker("processes"):
+        pytest.skip("runs in one process only: without the mark `processes`")
     if item.get_closest_marker("gpu") and not gpus():
         pytest.skip("needs a GPU, and jax.devices('gpu') finds none")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, pytest.TestReport]:
+    """In several processes a test ends alike in all, or it fails in all; and then no collective can be trusted."""
+    report = yield
+    if report.outcome != "passed":
+        item.stash[OUTCOME] = report.outcome
+    if world.COUNT > 1 and call.when == "teardown" and item.get_closest_marker("processes"):
+        difference = world.disagreement(item.stash.get(OUTCOME, "passed"))
+        if difference:
+            report.outcome, report.longrepr = "failed", difference
+            item.session.shouldfail = f"the processes disagree: {difference}"
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from conftest import gpus
+import world
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module", params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -25,10 +26,7 @@ def implementation(request) -> str:
 
 @pytest.fixture(scope="module", params=cases.CASES, ids=str)
 def program(request, implementation):
-    devices = gpus() if implementation == "cuda" else jax.devices("cpu")
-    if len(devices) < request.param.ranks:
-        pytest.skip(f"needs {request.param.ranks} devices, and there are {len(devices)}")
-    program = Program(request.param, implementation, devices)
+    program = Program(request.param, implementation)
     yield program
     program.group.close()
 
@@ -36,9 +34,9 @@ def program(request, implementation):
 class Program:
     """One case, compiled once: every operation on the same inputs, in one jitted shard_map."""
 
-    def __init__(self, case: cases.Case, implementation: Any, devices: list[jax.Device]):
+    def __init__(self, case: cases.Case, implementation: Any):
         self.case = case
-        self.mesh = jax.sharding.Mesh(np.array(devices[: case.ranks]), ("ep",))
+        self.mesh = world.mesh(case.ranks, platform="gpu" if implementation == "cuda" else "cpu")
         self.group = jax_ep.create_group(
             self.mesh,
             "ep",
@@ -60,10 +58,9 @@ class Program:
         # jax 0.11.2 crashes on arguments of shard_map without elements: `_of_rank` cuts them out of one row.
         arrays = {name: a if a.shape[1] else np.zeros((ranks, 1, *a.shape[2:]), a.dtype) for name, a in arrays.items()}
         with jax.enable_x64(self.case.index_dtype in ("int64", "uint64")):
-            sharding = NamedSharding(self.mesh, P("ep"))
             flat = {name: a.reshape(ranks * a.shape[1], *a.shape[2:]) for name, a in arrays.items()}
-            out = self.call({name: jax.device_put(a, sharding) for name, a in flat.items()})
-            return {name: np.asarray(a).reshape(ranks, len(a) // ranks, *a.shape[1:]) for name, a in out.items()}
+            out = world.fetch(self.call(world.put(self.mesh, "ep", flat)))
+            return {name: a.reshape(ranks, len(a) // ranks, *a.shape[1:]) for name, a in out.items()}
 
     def _of_rank(self, of: dict[str, jax.Array]) -> dict[str, jax.Array]:
         case = self.case
@@ -164,7 +161,7 @@ def test_every_bit_is_the_oracles(program, data):
 def test_nan_in_a_token_reaches_that_token_only(row_order):
     """Said without the oracle: what the other tokens get does not depend on it at all."""
     case = cases.Case(3, 8, 3, 6, alignment=4, capacity=8, row_order=row_order)
-    program = Program(case, "reference", jax.devices("cpu"))
+    program = Program(case, "reference")
     draw = cases.Draw(1, "uniform", (8, 8, 8), none=True, invalid=True, duplicates=True, special="")
     given, lay = cases.inputs(case, draw)
     clean = program(**vars(given))["combine(dispatch)"]

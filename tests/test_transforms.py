@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
+pytestmark = pytest.mark.processes
+
 RANKS, TOKENS, TOP_K, EXPERTS, HIDDEN = 2, 6, 3, 4, 5
 SLOPES = np.linspace(0.5, 2, EXPERTS).astype(np.float32)  # an expert is tanh(slope * x)
 CAPACITY = 11

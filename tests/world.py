@@ -2,58 +2,120 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import os
+import pickle
 from typing import Any
 
 import jax
 import numpy as np
+import processes
 import pytest
-from jax.experimental import multihost_utils
+from jax._src import distributed  # the client of the coordination service has no public name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+PATIENCE = 200.0  # seconds for what another process is about to say: less than a test may take, more than it does
+COUNT = int(os.environ.get(processes.COUNT, "1"))
 
-def devices(count: int) -> list[jax.Device]:
-    """`count` CPU devices, taken from the processes in turn, so that every process has some to run on."""
-    of_process = [[d for d in jax.devices("cpu") if d.process_index == p] for p in range(jax.process_count())]
+_calls: collections.Counter[str] = collections.Counter()
+
+
+def join() -> None:
+    """Makes this process one of several, as the environment says. Before any backend starts."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        num_processes=COUNT,
+        process_id=int(os.environ[processes.NUMBER]),
+        cluster_detection_method="deactivate",
+        initialization_timeout=60,
+        shutdown_timeout_seconds=20,
+    )
+
+
+def devices(count: int, platform: str = "cpu") -> list[jax.Device]:
+    """`count` devices, taken from the processes in turn, so that every process has some to run on."""
+    of_process = [[d for d in jax.devices(platform) if d.process_index == p] for p in range(COUNT)]
     in_turn = [d for row in itertools.zip_longest(*of_process) for d in row if d is not None]
-    if count < jax.process_count():
-        pytest.skip(f"{count} devices for {jax.process_count()} processes: some would have nothing to run")
+    if count < COUNT:
+        pytest.skip(f"{count} devices for {COUNT} processes: some would have nothing to run")
     if count > len(in_turn):
-        pytest.skip(f"needs {count} CPU devices, and there are {len(in_turn)}")
+        pytest.skip(f"needs {count} {platform} devices, and there are {len(in_turn)}")
     return in_turn[:count]
 
 
 def mesh(
-    shape: tuple[int, ...] | int, axes: tuple[str, ...] = ("ep",), kind: AxisType = AxisType.Auto
+    shape: tuple[int, ...] | int,
+    axes: tuple[str, ...] = ("ep",),
+    kind: AxisType = AxisType.Auto,
+    platform: str = "cpu",
 ) -> jax.sharding.Mesh:
-    """A mesh of CPU devices of this shape."""
+    """A mesh of devices of this shape."""
     shape = (shape,) if isinstance(shape, int) else shape
-    grid = np.array(devices(int(np.prod(shape)))).reshape(shape)
+    grid = np.array(devices(int(np.prod(shape)), platform)).reshape(shape)
     return jax.sharding.Mesh(grid, axes, axis_types=(kind,) * len(axes))
 
 
 def put(where: jax.sharding.Mesh, spec: Any, tree: Any) -> Any:
     """The arrays of `tree`, of which every process has the whole, laid over a mesh."""
+    if not isinstance(spec, P):
+        spec = P(*spec) if isinstance(spec, tuple) else P(spec)
+    sharding = NamedSharding(where, spec)
 
     def place(array: Any) -> jax.Array:
         array = np.asarray(array)
-        return jax.make_array_from_callback(
-            array.shape,
-            NamedSharding(where, P(*spec) if isinstance(spec, tuple) else P(spec)),
-            lambda i: array[i],
-        )
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return jax.tree.map(place, tree)
 
 
 def fetch(tree: Any) -> Any:
-    """The whole of every array of `tree`, as NumPy arrays, on every process."""
-    return jax.tree.map(
-        lambda a: (
-            np.asarray(a)
-            if a.is_fully_addressable or a.is_fully_replicated
-            else multihost_utils.process_allgather(a, tiled=True)
-        ),
-        tree,
-    )
+    """The whole of every array of `tree`, as NumPy arrays, on every process.
+
+    Not by a collective of JAX: those of CPUs may widen a dtype, and bits are what is to be seen here.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    if all(leaf.is_fully_addressable for leaf in leaves):
+        return jax.tree.map(np.asarray, tree)
+    mine = [
+        [(shard.index, np.asarray(shard.data)) for shard in leaf.addressable_shards if shard.replica_id == 0]
+        for leaf in leaves
+    ]
+    wholes = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+    for theirs in exchange(pickle.dumps(mine)):
+        for whole, shards in zip(wholes, pickle.loads(theirs), strict=True):
+            for index, data in shards:
+                whole[index] = data
+    return jax.tree.unflatten(treedef, wholes)
+
+
+def exchange(message: bytes, topic: str = "", seconds: float = PATIENCE) -> list[bytes]:
+    """What every process passed in this call: of this test and topic the first, the second, and so on.
+
+    Raises TimeoutError where another process does not get here in time.
+    """
+    name = f"{os.environ['PYTEST_CURRENT_TEST'].rpartition(' ')[0]}/{topic}"
+    key = f"{name}/{_calls[name]}"
+    _calls[name] += 1
+    client = distributed.global_state.client
+    client.key_value_set_bytes(f"{key}/{jax.process_index()}", message)
+    messages = []
+    for process in range(COUNT):
+        try:
+            messages.append(client.blocking_key_value_get_bytes(f"{key}/{process}", int(1000 * seconds)))
+        except jax.errors.JaxRuntimeError as error:
+            raise TimeoutError(f"process {process} did not get to {key!r} in {seconds:g} s") from error
+    return messages
+
+
+def disagreement(outcome: str) -> str:
+    """Says how the outcome of this test differs between processes; "" where it doesn't."""
+    try:
+        # Who failed alone has left the others waiting for it: they will not come.
+        outcomes = exchange(outcome.encode(), "outcome", PATIENCE if outcome != "failed" else 30)
+    except TimeoutError as error:
+        return f"{outcome} in process {jax.process_index()}; {error}"
+    if len(set(outcomes)) == 1:
+        return ""
+    return ", ".join(f"{said.decode()} in process {process}" for process, said in enumerate(outcomes))
