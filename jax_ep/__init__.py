@@ -3,6 +3,7 @@
 from jax_ep._native import build_info as build_info
 from jax_ep._version import __version__ as __version__
 from jax_ep.experts import ExpertParams as ExpertParams
+from jax_ep.experts import SharedParams as SharedParams
 from jax_ep.group import Group as Group
 from jax_ep.group import create_group as create_group
 from jax_ep.layout import Handle as Handle
@@ -22,3 +23,4 @@ from jax_ep.router import route as route
 from jax_ep.router import sequence_balance_loss as sequence_balance_loss
 from jax_ep.router import update_bias as update_bias
 from jax_ep.router import z_loss as z_loss
+from jax_ep.sharding import MoESharding as MoESharding

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_ep import moe
-from jax_ep.experts import ExpertParams
+from jax_ep.experts import GroupedMatmul
 from jax_ep.group import Group
 from jax_ep.moe import MoEConfig, MoEParams, MoEStats
 from jax_ep.router import update_bias
+from jax_ep.sharding import MoESharding
 
 
 class ExpertBias(nnx.Variable):
@@ -20,22 +21,23 @@ class ExpertBias(nnx.Variable):
 
 
 class MoE(nnx.Module):
-    """A mixture of gated-SiLU experts spread over the ranks of a group.
+    """A mixture of gated experts spread over the ranks of a group.
 
-    Call it under jit on a whole array [batch, ..., H], split over the group's axes by its first dimension: it opens
-    shard_map by itself. Inside a shard_map over these axes it takes the rank's own tokens.
+    Call it under jit on a whole array [batch, ..., H], split over the mesh as `sharding` says: it opens shard_map by
+    itself. Inside a shard_map over the group's axes it takes the rank's own tokens.
 
     Args:
       config: what to compute.
       group: where, from `jax_ep.create_group`.
+      sharding: how tokens and weights lie on the mesh, beyond the group. Default: tokens over the group's axes.
       param_dtype: dtype of the weights; they are used in the dtype of the tokens.
-      batch_axes: mesh axes over which tokens differ. Default: the group's.
+      matmul: the grouped matmul.
       rngs: `nnx.Rngs` with a "params" stream.
 
     Attributes:
       router: nnx.Param [H, E].
-      gate, up: nnx.Param [E, H, F], sharded over the group's axes.
-      down: nnx.Param [E, F, H], sharded likewise.
+      experts_gate, experts_up: nnx.Param [E, H, F]; experts_down: nnx.Param [E, F, H]; laid over the mesh as
+        `jax_ep.moe.param_specs` says. With biases experts_gate_bias and so on, with shared experts shared_gate ...
       bias: `ExpertBias` [E] float32 if config.use_bias, else None.
 
     Example:
@@ -50,32 +52,42 @@ class MoE(nnx.Module):
         config: MoEConfig,
         group: Group,
         *,
+        sharding: MoESharding = MoESharding(),
         param_dtype: Any = jnp.float32,
-        batch_axes: tuple[str, ...] | None = None,
+        matmul: GroupedMatmul = jax.lax.ragged_dot,
         rngs: nnx.Rngs,
     ) -> None:
         self.config = config
         self.group = group
-        self.batch_axes = batch_axes
+        self.sharding = sharding
+        self.matmul = matmul
         params = moe.init(rngs.params(), config, param_dtype)
+        specs = moe.param_specs(config, group, sharding)
 
-        def sharded(weight: jax.Array) -> nnx.Param:
-            return nnx.Param(weight, out_sharding=(group.axis,), mesh=group.mesh)
-
-        self.router = nnx.Param(params.router)
-        self.gate = sharded(params.experts.gate)
-        self.up = sharded(params.experts.up)
-        self.down = sharded(params.experts.down)
-        self.bias = ExpertBias(jnp.zeros(config.num_experts, jnp.float32)) if config.use_bias else None
+        leaves, self._treedef = jax.tree.flatten(params)
+        paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+        self._names = tuple(jax.tree_util.keystr(path, simple=True, separator="_") for path in paths)
+        for name, leaf, spec in zip(self._names, leaves, jax.tree.leaves(specs), strict=True):
+            setattr(self, name, nnx.Param(leaf, out_sharding=tuple(spec), mesh=group.mesh))
+        zeros = jnp.zeros(config.num_experts, jnp.float32)
+        self.bias = ExpertBias(zeros, out_sharding=(), mesh=group.mesh) if config.use_bias else None
 
     def params(self) -> MoEParams:
         """The weights as the functional layer `jax_ep.moe` takes them."""
-        return MoEParams(self.router[...], ExpertParams(self.gate[...], self.up[...], self.down[...]))
+        return jax.tree.unflatten(self._treedef, [getattr(self, name)[...] for name in self._names])
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, MoEStats]:
         """Tokens [..., H] to [..., H] in the same dtype, and `jax_ep.moe.MoEStats`."""
         bias = None if self.bias is None else self.bias[...]
-        return moe.apply(self.params(), x, bias, config=self.config, group=self.group, batch_axes=self.batch_axes)
+        return moe.apply(
+            self.params(),
+            x,
+            bias,
+            config=self.config,
+            group=self.group,
+            sharding=self.sharding,
+            matmul=self.matmul,
+        )
 
     def update_bias(self, load: jax.Array, *, rate: float = 0.001) -> None:
         """One step of loss-free balancing by the load of the global batch (`stats.load`): see `jax_ep.update_bias`."""

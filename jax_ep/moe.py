@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import ops, router
-from jax_ep.experts import ExpertParams, apply_experts, init_experts
+from jax_ep.experts import (
+    GATES,
+    ExpertParams,
+    GroupedMatmul,
+    SharedParams,
+    apply_experts,
+    apply_shared,
+    init_experts,
+    init_shared,
+)
 from jax_ep.group import Group
+from jax_ep.sharding import MoESharding, gather, join_shares, take_share
+
+# A router that starts near zero gives every expert about the same chance; at full scale a tight capacity would drop a
+# fifth of the rows in the first steps.
+_ROUTER_SCALE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """What an MoE layer computes, apart from where.
+    """What an MoE layer computes, apart from where. `jax_ep.presets` has those of published models.
 
     Attributes:
       hidden: length of a token's vector (H).
@@ -26,7 +41,15 @@ class MoEConfig:
       top_k: experts a token picks (K).
       score, num_groups, top_groups, group_score, scale, renormalize, pre_softmax: as in `jax_ep.route`.
       use_bias: whether experts are selected with a bias that `jax_ep.update_bias` keeps balancing (DeepSeek-V3).
+      activation: a name in `jax_ep.experts.GATES`.
+      expert_biases: whether the experts' three matmuls have biases.
+      shared_intermediate: inner width of the shared experts, which every token passes; 0 for none.
+      weighted: "after", routing weights multiply what the experts return; "before", what they are given.
+      chunks: pieces that the tokens are cut into, each exchanged by itself, so that one may be under way while another
+        is computed and buffers are smaller. Capacity counts per chunk.
       wire: None, "fp8" or "fp8_ue8m0", as in `jax_ep.dispatch`.
+      remat: None keeps all that the backward pass needs. A tuple of names keeps these alone and computes the rest
+        again: "jax_ep_handle", "jax_ep_rows", "jax_ep_combined", or () for nothing.
       sequence_factor: factor of the sequence-wise balance loss.
     """
 
@@ -42,8 +65,22 @@ class MoEConfig:
     renormalize: bool | None = None
     pre_softmax: bool = True
     use_bias: bool = False
+    activation: str = "silu"
+    expert_biases: bool = False
+    shared_intermediate: int = 0
+    weighted: Literal["after", "before"] = "after"
+    chunks: int = 1
     wire: ops.Wire | None = None
+    remat: tuple[str, ...] | None = None
     sequence_factor: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if self.activation not in GATES:
+            raise ValueError(f"MoEConfig activation: expected one of {tuple(GATES)}, got {self.activation!r}")
+        if self.weighted not in ("after", "before"):
+            raise ValueError(f'MoEConfig weighted: expected "after" or "before", got {self.weighted!r}')
+        if self.chunks < 1:
+            raise ValueError(f"MoEConfig chunks: expected at least 1, got {self.chunks}")
 
     def route(self, logits: jax.Array, bias: jax.Array | None = None) -> router.Routing:
         """`jax_ep.route` with this layer's options."""
@@ -61,7 +98,7 @@ class MoEConfig:
         )
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("router", "experts"), meta_fields=())
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("router", "experts", "shared"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class MoEParams:
     """Trainable weights of an MoE layer (a pytree).
@@ -69,10 +106,12 @@ class MoEParams:
     Attributes:
       router: [H, E].
       experts: `ExpertParams`, sharded over the group's axes by their first dimension.
+      shared: `SharedParams`, or None.
     """
 
     router: jax.Array
     experts: ExpertParams
+    shared: SharedParams | None = None
 
 
 @functools.partial(
@@ -88,9 +127,9 @@ class MoEStats:
       load: [E] float32, picks of each expert before any drop: what `jax_ep.update_bias` takes.
       num_dropped: [] int32, rows refused for want of capacity.
       num_invalid: [] int32, picks that named no expert.
-      balance_loss: [] float32, Switch-style: `jax_ep.load_balance_loss`.
-      sequence_loss: [] float32, DeepSeek-V3's, its factor included; of the last two axes of x.
-      z_loss: [] float32: `jax_ep.z_loss`.
+      balance_loss: [] float32, Switch-style, 1 for a perfect balance: `jax_ep.load_balance_loss`. Without a factor.
+      sequence_loss: [] float32, DeepSeek-V3's, config.sequence_factor included; of the last two axes of x.
+      z_loss: [] float32: `jax_ep.z_loss`. Without a factor.
     """
 
     load: jax.Array
@@ -105,21 +144,37 @@ class MoEStats:
         """Load of the busiest expert over the mean: 1 is perfect balance."""
         return self.load.max() / jnp.maximum(self.load.mean(), 1)
 
+    @property
+    def dropped_share(self) -> jax.Array:
+        """Rows refused, as a share of all picks."""
+        return self.num_dropped / jnp.maximum(self.load.sum(), 1)
+
 
 def init(key: jax.Array, config: MoEConfig, dtype: Any = jnp.float32) -> MoEParams:
-    """Random weights, normal with variance 1 / fan-in."""
-    router_key, experts_key = jax.random.split(key)
-    scale = config.hidden**-0.5
+    """Random weights, normal with variance 1 / fan-in; the router's a tenth of that, biases zero."""
+    router_key, experts_key, shared_key = jax.random.split(key, 3)
+    scale = _ROUTER_SCALE * config.hidden**-0.5
+    width = config.shared_intermediate
     return MoEParams(
         jax.random.normal(router_key, (config.hidden, config.num_experts), dtype) * scale,
-        init_experts(experts_key, config.num_experts, config.hidden, config.intermediate, dtype),
+        init_experts(
+            experts_key, config.num_experts, config.hidden, config.intermediate, dtype, biases=config.expert_biases
+        ),
+        init_shared(shared_key, config.hidden, width, dtype) if width else None,
     )
 
 
-def param_specs(group: Group) -> MoEParams:
-    """How the weights lie on the mesh, as PartitionSpecs: experts over the group's axes, the router everywhere."""
-    expert = P(group.axis)
-    return MoEParams(P(), ExpertParams(expert, expert, expert))  # type: ignore[arg-type]
+def param_specs(config: MoEConfig, group: Group, sharding: MoESharding = MoESharding()) -> MoEParams:
+    """How the weights lie on the mesh, as a pytree of PartitionSpecs like that of `init`.
+
+    Experts lie over the group's axes by number, over sharding.fsdp along H, over sharding.tp along F; the shared
+    experts over fsdp and tp alike; the router everywhere.
+    """
+    ep, fsdp, tp = group.axis, sharding.fsdp or None, sharding.tp or None
+    biases = (P(ep, tp), P(ep, tp), P(ep)) if config.expert_biases else (None, None, None)
+    specs = ExpertParams(P(ep, fsdp, tp), P(ep, fsdp, tp), P(ep, tp, fsdp), *biases)  # type: ignore[arg-type]
+    shared = SharedParams(P(fsdp, tp), P(fsdp, tp), P(tp, fsdp)) if config.shared_intermediate else None  # type: ignore[arg-type]
+    return MoEParams(P(), specs, shared)  # type: ignore[arg-type]
 
 
 def apply(
@@ -129,13 +184,13 @@ def apply(
     *,
     config: MoEConfig,
     group: Group,
-    batch_axes: tuple[str, ...] | None = None,
+    sharding: MoESharding = MoESharding(),
+    matmul: GroupedMatmul = jax.lax.ragged_dot,
 ) -> tuple[jax.Array, MoEStats]:
     """The MoE layer on the tokens x.
 
-    Inside shard_map over the group's axes, params.experts hold the rank's own experts and x the rank's own tokens.
-    Outside, params and x are whole arrays; the layer opens shard_map on the group's mesh, with the experts as
-    `param_specs` says and the first dimension of x split over `batch_axes`.
+    Inside shard_map over the group's axes, params and x are the rank's own shards. Outside, they are whole arrays, and
+    the layer opens shard_map on the group's mesh, with params as `param_specs` says and x as sharding.x says.
 
     Args:
       params: from `init`, or a pytree of that form.
@@ -143,13 +198,14 @@ def apply(
       bias: [E] float32, for selection only, or None.
       config: what to compute.
       group: where: from `create_group`.
-      batch_axes: mesh axes over which tokens differ, which statistics and losses are taken over. Default: the group's.
+      sharding: how tokens and weights lie on the mesh.
+      matmul: the grouped matmul: takes rows [C, A], weights [E_l, A, B] and group sizes [E_l].
 
     Returns:
       [..., H] in x's dtype, and `MoEStats`.
 
     Raises:
-      ValueError: x, config and group do not fit each other; at trace time.
+      ValueError: x, config, group and sharding do not fit each other; at trace time.
 
     Example:
       >>> config = MoEConfig(hidden=8, intermediate=16, num_experts=4, top_k=2)
@@ -162,19 +218,24 @@ def apply(
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; Switch (arXiv:2101.03961) for the balance loss.
     """
-    _check(x, bias, config, group)
-    axes = group.axis if batch_axes is None else tuple(batch_axes)
+    _check(params, x, bias, config, group, sharding)
+    local: Callable[..., tuple[jax.Array, MoEStats]] = functools.partial(
+        _apply_local, config=config, group=group, sharding=sharding, matmul=matmul
+    )
+    if config.remat is not None:
+        local = jax.checkpoint(local, policy=jax.checkpoint_policies.save_only_these_names(*config.remat))
     manual = set(jax.sharding.get_abstract_mesh().manual_axes)
     if set(group.axis) <= manual:
-        return _apply_local(params, x, bias, config=config, group=group, axes=axes)
-    specs = param_specs(group)
-    local = functools.partial(_apply_local, config=config, group=group, axes=axes)
-    return jax.shard_map(
-        lambda params, x, bias: local(params, x, bias),
-        mesh=group.mesh,
-        in_specs=(specs, P(axes), P()),
-        out_specs=(P(axes), P()),
-    )(params, x, bias)
+        return local(params, x, bias)
+    x_spec = sharding.x_spec(group.axis)
+    sharded = jax.shard_map(
+        local,
+        mesh=None if manual else group.mesh,  # within a shard_map over other axes its mesh is the one that counts
+        in_specs=(param_specs(config, group, sharding), x_spec, P()),
+        out_specs=(x_spec, P()),
+        axis_names=set(group.mesh.axis_names) - manual,
+    )
+    return sharded(params, x, bias)
 
 
 def _apply_local(
@@ -184,29 +245,107 @@ def _apply_local(
     *,
     config: MoEConfig,
     group: Group,
-    axes: tuple[str, ...],
+    sharding: MoESharding,
+    matmul: GroupedMatmul,
 ) -> tuple[jax.Array, MoEStats]:
     # The router decides in float32 whatever the tokens are: near-ties must not depend on the matmul's precision.
     logits = jnp.matmul(x.astype(jnp.float32), params.router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     routing = config.route(logits, bias)
     tokens = x.reshape(-1, config.hidden)
     index, weights = (leaf.reshape(-1, config.top_k) for leaf in (routing.index, routing.weights))
-    rows = ops.dispatch(tokens, index, weights, group=group, wire=config.wire)
-    y = apply_experts(params.experts, rows.x, rows.group_sizes)
-    out = ops.combine(y, rows.handle, weights=rows.weights).reshape(x.shape)
-    sequences = routing if x.ndim > 2 else jax.tree.map(lambda leaf: leaf[None], routing)
-    stats = MoEStats(
-        load=router.expert_load(index, config.num_experts, axis=axes),
-        num_dropped=jax.lax.psum(rows.handle.num_dropped[0], axes),
-        num_invalid=jax.lax.psum(rows.handle.num_invalid[0], axes),
-        balance_loss=router.load_balance_loss(routing, axis=axes),
-        sequence_loss=jax.lax.pmean(router.sequence_balance_loss(sequences, factor=config.sequence_factor), axes),
-        z_loss=jax.lax.pmean(router.z_loss(routing.logits), axes),
+    experts = _gather_experts(params.experts, sharding)
+
+    same = sharding.same_tokens_axes(group.axis)
+    mine = take_share((tokens, index, weights), same, (0, -1, 0)) if same else (tokens, index, weights)
+    out, dropped, invalid = _exchange(experts, *mine, config=config, group=group, sharding=sharding, matmul=matmul)
+    out = join_shares(out, same, tokens.shape[0]) if same else out
+    if params.shared is not None:
+        shared = SharedParams(
+            gather(params.shared.gate, sharding.fsdp, 0),
+            gather(params.shared.up, sharding.fsdp, 0),
+            gather(params.shared.down, sharding.fsdp, 1),
+        )
+        out = out + apply_shared(shared, tokens, gate=GATES[config.activation])
+    if sharding.tp:  # every tp rank has a part of each sum over F; in float32, as a matmul would add them
+        out = jax.lax.psum(out.astype(jnp.float32), sharding.tp).astype(x.dtype)
+    return out.reshape(x.shape), _stats(routing, dropped, invalid, config=config, group=group, sharding=sharding)
+
+
+def _exchange(
+    experts: ExpertParams,
+    tokens: jax.Array,
+    index: jax.Array,
+    weights: jax.Array,
+    *,
+    config: MoEConfig,
+    group: Group,
+    sharding: MoESharding,
+    matmul: GroupedMatmul,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens [T, H] through their experts and back; rows dropped [1] and picks invalid [1] on this rank."""
+    if tokens.shape[0] % config.chunks:
+        raise ValueError(
+            f"moe chunks: expected a divisor of the {tokens.shape[0]} tokens of a rank, got {config.chunks}; pad the "
+            "tokens or take another number"
+        )
+    outs, dropped, invalid = [], [], []
+    for chunk in zip(*(jnp.split(array, config.chunks) for array in (tokens, index, weights)), strict=True):
+        rows = ops.dispatch(*chunk, group=group, wire=config.wire)
+        before = config.weighted == "before"
+        assert rows.weights is not None
+        y = apply_experts(
+            experts,
+            rows.x * rows.weights[:, None].astype(rows.x.dtype) if before else rows.x,
+            rows.group_sizes,
+            gate=GATES[config.activation],
+            matmul=matmul,
+        )
+        outs.append(ops.combine(y, rows.handle, weights=None if before else rows.weights))
+        dropped.append(rows.handle.num_dropped)
+        invalid.append(rows.handle.num_invalid)
+    return jnp.concatenate(outs), sum(dropped), sum(invalid)  # type: ignore[return-value]
+
+
+def _gather_experts(experts: ExpertParams, sharding: MoESharding) -> ExpertParams:
+    down_bias = experts.down_bias
+    if down_bias is not None and sharding.tp:  # the tp ranks' results are summed: one of them adds it
+        down_bias = jnp.where(jax.lax.axis_index(sharding.tp) == 0, down_bias, 0)
+    return dataclasses.replace(
+        experts,
+        gate=gather(experts.gate, sharding.fsdp, 1),
+        up=gather(experts.up, sharding.fsdp, 1),
+        down=gather(experts.down, sharding.fsdp, 2),
+        down_bias=down_bias,
     )
-    return out, stats
 
 
-def _check(x: jax.Array, bias: jax.Array | None, config: MoEConfig, group: Group) -> None:
+def _stats(
+    routing: router.Routing,
+    dropped: jax.Array,
+    invalid: jax.Array,
+    *,
+    config: MoEConfig,
+    group: Group,
+    sharding: MoESharding,
+) -> MoEStats:
+    axes = sharding.x_axes(group.axis)
+    everyone = tuple(dict.fromkeys((*axes, *group.axis)))
+    sequences = routing if routing.index.ndim > 2 else jax.tree.map(lambda leaf: leaf[None], routing)
+    sequence_loss = router.sequence_balance_loss(sequences, factor=config.sequence_factor)
+    z_loss = router.z_loss(routing.logits)
+    return MoEStats(
+        load=router.expert_load(routing.index.reshape(-1, config.top_k), config.num_experts, axis=axes or None),
+        num_dropped=jax.lax.psum(dropped[0], everyone),
+        num_invalid=jax.lax.psum(invalid[0], everyone),
+        balance_loss=router.load_balance_loss(routing, axis=axes or None),
+        sequence_loss=jax.lax.pmean(sequence_loss, axes) if axes else sequence_loss,
+        z_loss=jax.lax.pmean(z_loss, axes) if axes else z_loss,
+    )
+
+
+def _check(
+    params: MoEParams, x: jax.Array, bias: jax.Array | None, config: MoEConfig, group: Group, sharding: MoESharding
+) -> None:
     for name in ("hidden", "num_experts", "top_k"):
         if getattr(config, name) != getattr(group, name):
             raise ValueError(
@@ -214,9 +353,19 @@ def _check(x: jax.Array, bias: jax.Array | None, config: MoEConfig, group: Group
                 f"{name}={getattr(group, name)}; create the group with the config's numbers"
             )
     if x.ndim < 2 or x.shape[-1] != config.hidden:
-        raise ValueError(f"moe x: expected shape [..., tokens, hidden={config.hidden}], got {x.shape}")
+        raise ValueError(f"moe x: expected shape [..., tokens, hidden={config.hidden}], got {x.shape}; reshape it")
     if config.use_bias != (bias is not None):
         raise ValueError(
             f"moe bias: expected {'an array' if config.use_bias else 'None'} for use_bias={config.use_bias}, got "
-            f"{'None' if bias is None else 'an array'}"
+            f"{'None' if bias is None else 'an array'}; make config.use_bias and the argument agree"
         )
+    for name, wanted, has in (
+        ("expert_biases", config.expert_biases, params.experts.gate_bias is not None),
+        ("shared_intermediate", bool(config.shared_intermediate), params.shared is not None),
+    ):
+        if wanted != has:
+            raise ValueError(
+                f"moe params: expected weights for {name}={getattr(config, name)}, got params "
+                f"{'with' if has else 'without'} them; make them by jax_ep.moe.init with this config"
+            )
+    sharding.check(tuple(group.mesh.axis_names), group.axis)

@@ -8,8 +8,7 @@ import processes
 
 # Read when JAX is imported. Twice as many host threads as devices: with fewer, programs in flight can starve
 # each other of the threads that their collectives wait for.
-devices = processes.DEVICES // int(os.environ.get(processes.COUNT, "1"))
-os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
+os.environ.setdefault("XLA_FLAGS", processes.device_flag(int(os.environ.get(processes.COUNT, "1"))))
 os.environ.setdefault("NPROC", "16")
 
 import functools  # noqa: E402
@@ -96,7 +95,7 @@ def pytest_runtest_makereport(
     if report.outcome != "passed":
         item.stash[OUTCOME] = report.outcome
     if world.COUNT > 1 and call.when == "teardown" and item.get_closest_marker("processes"):
-        difference = world.disagreement(item.stash.get(OUTCOME, "passed"))
+        difference = world.disagreement(item.nodeid, item.stash.get(OUTCOME, "passed"))
         if difference:
             report.outcome, report.longrepr = "failed", difference
             item.session.shouldfail = f"the processes disagree: {difference}"

@@ -21,21 +21,24 @@ def launch(arguments: Sequence[str], count: int, directory: Path) -> int:
     """Runs pytest with these arguments in `count` processes; returns the worst of their exit codes."""
     command = [sys.executable, "-m", "pytest", *arguments]
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = "127.0.0.1:{}".format(server.getsockname()[1])
+        address = f"127.0.0.1:{server.getsockname()[1]}"
     return run([command] * count, [environment(address, count, number) for number in range(count)], directory)
 
 
 def environment(address: str, count: int, number: int) -> dict[str, str]:
     """What conftest.py of process `number` reads, and JAX with it."""
-    devices = f"--xla_force_host_platform_device_count={DEVICES // count}"  # of two such flags the last one counts
     return os.environ | {
         COUNT: str(count),
         NUMBER: str(number),
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,  # nobody from outside
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {device_flag(count)}",  # of two the last one counts
         "PYTHONHASHSEED": "0",  # the order of a set may reach a program, which must be the same everywhere
     }
+
+
+def device_flag(count: int) -> str:
+    return f"--xla_force_host_platform_device_count={DEVICES // count}"
 
 
 def run(
@@ -84,7 +87,7 @@ def run(
 
 
 def wait(children: Sequence[subprocess.Popen[bytes]], grace: float) -> set[int]:
-    """Until all have ended, or `grace` seconds after the first has. Returns the numbers of those that then still run."""
+    """Until all have ended, or `grace` seconds after the first has. Returns which still run then."""
     deadline = float("inf")
     while running := {number for number, child in enumerate(children) if child.poll() is None}:
         if len(running) < len(children):

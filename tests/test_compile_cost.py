@@ -39,7 +39,7 @@ def test_48_scanned_layers_with_remat_and_grad():
     layers = jax.eval_shape(
         lambda: jax.vmap(lambda key: moe.init(key, config))(jax.random.split(jax.random.key(0), LAYERS))
     )
-    specs = jax.tree.map(lambda spec: P(None, *spec), moe.param_specs(group))
+    specs = jax.tree.map(lambda spec: P(None, *spec), moe.param_specs(config, group))
     loss = jax.shard_map(model, mesh=mesh, in_specs=(specs, P("ep")), out_specs=P())
     shapes = jax.tree.map(
         lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.NamedSharding(mesh, spec)), layers, specs

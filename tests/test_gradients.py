@@ -9,10 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import world
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep.experts import ExpertParams, apply_experts
+
+pytestmark = pytest.mark.processes
 
 TOKENS, HIDDEN, INTERMEDIATE, TOP_K = 12, 20, 24, 3
 
@@ -88,7 +92,7 @@ def dense_loss(params: dict, case: Case, kept: np.ndarray):
 
 
 def parallel_loss(case: Case, dtype: str):
-    mesh = jax.make_mesh((case.ranks,), ("ep",), devices=jax.devices("cpu")[: case.ranks])
+    mesh = world.mesh(case.ranks, kind=AxisType.Explicit)
     group = jax_ep.create_group(
         mesh,
         "ep",
@@ -119,7 +123,10 @@ def parallel_loss(case: Case, dtype: str):
         return jax.lax.psum((out * p["target"]).sum() + (out**2).sum() / 2, "ep")
 
     specs = {name: P("ep") for name in ("x", "gate", "up", "down", "target")} | {"router": P()}
-    place = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+    def place(p: dict) -> dict:
+        return {name: world.put(mesh, spec, p[name]) for name, spec in specs.items()}
+
     return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P()), place
 
 
@@ -141,7 +148,7 @@ def test_gradients_equal_a_dense_moe_in_float64(case, dtype):
         expected_loss, expected = jax.jit(jax.value_and_grad(lambda p: dense_loss(p, case, kept)))(exact)
         expected_loss, expected = float(expected_loss), jax.tree.map(np.asarray, expected)
     loss_of, place = parallel_loss(case, dtype)
-    loss, got = jax.jit(jax.value_and_grad(loss_of))(jax.device_put(params, place))
+    loss, got = world.fetch(jax.jit(jax.value_and_grad(loss_of))(place(params)))
 
     assert abs(loss - expected_loss) <= BOUNDS[dtype] * abs(expected_loss)
     for name in ("x", "router", "gate", "up", "down"):
@@ -154,7 +161,7 @@ def test_picks_without_a_row_get_a_weight_gradient_of_exactly_zero():
     rng = np.random.default_rng(1)
     index = rng.integers(-1, case.experts, (2 * TOKENS, TOP_K), np.int32)
     kept = kept_picks(case, index)
-    mesh = jax.make_mesh((2,), ("ep",), devices=jax.devices("cpu")[:2])
+    mesh = world.mesh(2, kind=AxisType.Explicit)
     group = jax_ep.create_group(
         mesh,
         "ep",
@@ -171,13 +178,10 @@ def test_picks_without_a_row_get_a_weight_gradient_of_exactly_zero():
         return jax_ep.combine(rows.x, rows.handle, weights=rows.weights)
 
     sharded = jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-    place = jax.NamedSharding(mesh, P("ep"))
-    x, index, weights = jax.device_put(
-        (rng.standard_normal((2 * TOKENS, HIDDEN), np.float32), index, np.ones(index.shape, np.float32)),
-        place,
-    )
-    gradient = jax.jit(jax.grad(lambda w: sharded(x, index, w).sum()))(weights)
-    expected = np.where(kept, np.asarray(x, np.float64).sum(1)[:, None], 0)
+    x = rng.standard_normal((2 * TOKENS, HIDDEN), np.float32)
+    tokens, picks, weights = world.put(mesh, "ep", (x, index, np.ones(index.shape, np.float32)))
+    gradient = world.fetch(jax.jit(jax.grad(lambda w, x, i: sharded(x, i, w).sum()))(weights, tokens, picks))
+    expected = np.where(kept, x.astype(np.float64).sum(1)[:, None], 0)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
-    without = np.asarray(gradient)[~kept]
+    without = gradient[~kept]
     assert without.size and not without.view(np.uint32).any(), "+0, to the bit"

@@ -27,8 +27,10 @@ BELOW: dict[str, tuple[str, ...]] = {
     "primitives": ("reference", "group", "guard", "ffi"),
     "wire": ("primitives",),
     "ops": ("wire",),
-    "experts": ("ops", "router"),
-    "moe": ("experts",),
+    "experts": (),
+    "sharding": (),
+    "moe": ("ops", "router", "experts", "sharding"),
+    "presets": ("moe",),
     "flax": ("moe",),
 }
 # These use the package as its users do: `import jax_ep`, and any module without an underscore.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import world
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -13,6 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep import moe
 from jax_ep.flax import MoE
+from jax_ep.sharding import MoESharding
+
+pytestmark = pytest.mark.processes
 
 BATCH, SEQUENCE, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 8, 3, 12, 16, 8, 2
 
@@ -27,14 +33,16 @@ def make_group(mesh, axis="ep", **changes) -> jax_ep.Group:
     return jax_ep.create_group(mesh, axis, **{**sizes, "dtype": "float32", **changes})
 
 
-def make_mesh(shape=(4,), axes=("ep",), kind=AxisType.Auto):
-    devices = jax.devices("cpu")[: int(np.prod(shape))]
-    return jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes), devices=devices)
+def tokens(seed=0) -> np.ndarray:
+    return np.array(jax.random.normal(jax.random.key(seed), (BATCH, SEQUENCE, HIDDEN)))
 
 
-def tokens(mesh, axes=("ep",), seed=0):
-    x = jax.random.normal(jax.random.key(seed), (BATCH, SEQUENCE, HIDDEN))
-    return jax.device_put(x, jax.NamedSharding(mesh, P(axes)))
+def weights(layer, seed=1) -> moe.MoEParams:
+    return jax.tree.map(np.array, moe.init(jax.random.key(seed), layer))
+
+
+def put_weights(group, params) -> moe.MoEParams:
+    return jax.tree.map(functools.partial(world.put, group.mesh), moe.param_specs(config(), group), params)
 
 
 def expected_output(params, x, bias=None, score="softmax"):
@@ -66,12 +74,11 @@ def expected_output(params, x, bias=None, score="softmax"):
     ids=str,
 )
 def test_under_jit_on_a_sharded_array(shape, axes, axis, kind):
-    mesh = make_mesh(shape, axes, kind)
+    mesh = world.mesh(shape, axes, kind)
     layer, group = config(), make_group(mesh, axis)
-    params = moe.init(jax.random.key(1), layer)
-    params = jax.device_put(params, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), moe.param_specs(group)))
-    x = tokens(mesh, axes)
-    y, stats = jax.jit(lambda p, x: moe.apply(p, x, config=layer, group=group, batch_axes=axes))(params, x)
+    params, x = weights(layer), tokens()
+    f = jax.jit(lambda p, x: moe.apply(p, x, config=layer, group=group, sharding=MoESharding(x=P(axes))))
+    y, stats = world.fetch(f(put_weights(group, params), world.put(mesh, (axes,), x)))
     expected, load = expected_output(params, x)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(stats.load, load)
@@ -80,27 +87,30 @@ def test_under_jit_on_a_sharded_array(shape, axes, axis, kind):
 
 
 def test_inside_shard_map_it_is_the_same():
-    mesh = make_mesh()
+    mesh = world.mesh(4)
     layer, group = config(), make_group(mesh)
-    params, x = moe.init(jax.random.key(1), layer), tokens(mesh)
+    arguments = put_weights(group, weights(layer)), world.put(mesh, "ep", tokens())
     inside = jax.shard_map(
         lambda p, x: moe.apply(p, x, config=layer, group=group),
         mesh=mesh,
-        in_specs=(moe.param_specs(group), P("ep")),
+        in_specs=(moe.param_specs(layer, group), P("ep")),
         out_specs=(P("ep"), P()),
     )
-    outside = jax.jit(lambda p, x: moe.apply(p, x, config=layer, group=group))
-    for ours, theirs in zip(
-        jax.tree.leaves(jax.jit(inside)(params, x)), jax.tree.leaves(outside(params, x)), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+
+    def outside(p, x):
+        return moe.apply(p, x, config=layer, group=group)
+
+    ours, theirs = (jax.tree.leaves(world.fetch(jax.jit(f)(*arguments))) for f in (inside, outside))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_losses_are_those_of_the_whole_batch():
-    mesh = make_mesh()
+    mesh = world.mesh(4)
     layer, group = config(), make_group(mesh)
-    params, x = moe.init(jax.random.key(1), layer), tokens(mesh)
-    _, stats = jax.jit(lambda p, x: moe.apply(p, x, config=layer, group=group))(params, x)
+    params, x = weights(layer), tokens()
+    f = jax.jit(lambda p, x: moe.apply(p, x, config=layer, group=group)[1])
+    stats = world.fetch(f(put_weights(group, params), world.put(mesh, "ep", x)))
     logits = np.asarray(x, np.float64) @ np.asarray(params.router, np.float64)
     probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     _, load = expected_output(params, x)
@@ -116,13 +126,13 @@ def test_losses_are_those_of_the_whole_batch():
 
 
 def test_the_module_is_the_functional_layer_and_its_bias_is_not_trained():
-    mesh = make_mesh()
+    mesh = world.mesh(4)
     layer, group = config(score="sigmoid", use_bias=True), make_group(mesh)
     module = MoE(layer, group, rngs=nnx.Rngs(3))
-    assert module.gate[...].sharding.spec == P("ep")
+    assert module.experts_gate[...].sharding.spec[0] == "ep"
     bias = jnp.linspace(-0.2, 0.2, EXPERTS)
     module.bias[...] = bias
-    x = tokens(mesh)
+    x = tokens()
 
     @nnx.jit
     def step(module, x):
@@ -134,20 +144,23 @@ def test_the_module_is_the_functional_layer_and_its_bias_is_not_trained():
         module.update_bias(stats.load, rate=0.01)
         return y, stats, gradient
 
-    y, stats, gradient = step(module, x)
-    expected, load = expected_output(module.params(), x, np.asarray(bias), "sigmoid")
+    params = world.fetch(module.params())
+    y, stats, gradient = step(module, world.put(mesh, "ep", x))
+    y, stats = world.fetch((y, stats))
+    expected, load = expected_output(params, x, np.asarray(bias), "sigmoid")
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(stats.load, load)
-    np.testing.assert_allclose(module.bias[...], bias + 0.01 * np.sign(load.mean() - load), rtol=1e-6)
+    np.testing.assert_allclose(world.fetch(module.bias[...]), bias + 0.01 * np.sign(load.mean() - load), rtol=1e-6)
     trained = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(gradient)}
-    assert trained == {"router", "gate", "up", "down"}
+    assert trained == {"router", "experts_gate", "experts_up", "experts_down"}
 
 
 def test_dropped_rows_are_counted_over_all_ranks():
-    mesh = make_mesh()
+    mesh = world.mesh(4)
     layer, group = config(), make_group(mesh, capacity=2)
-    params, x = moe.init(jax.random.key(1), layer), tokens(mesh)
-    _, stats = jax.jit(lambda p, x: moe.apply(p, x, config=layer, group=group))(params, x)
+    params, x = weights(layer), tokens()
+    f = jax.jit(lambda p, x: moe.apply(p, x, config=layer, group=group)[1])
+    stats = world.fetch(f(put_weights(group, params), world.put(mesh, "ep", x)))
     _, load = expected_output(params, x)
     of_rank = load.reshape(4, -1).sum(-1)
     assert int(stats.num_dropped) == np.maximum(of_rank - 2, 0).sum()
@@ -155,21 +168,22 @@ def test_dropped_rows_are_counted_over_all_ranks():
 
 
 def test_an_unbalanced_router_is_balanced_by_its_bias():
-    mesh = make_mesh()
+    mesh = world.mesh(4)
     layer, group = config(score="sigmoid", use_bias=True), make_group(mesh)
-    params, x = moe.init(jax.random.key(1), layer), tokens(mesh)
+    params, x = weights(layer), tokens()
     # A direction that all tokens share and expert 0 answers to.
-    x = x.at[..., 0].set(3.0)
-    params = moe.MoEParams(params.router.at[0, 0].set(3.0), params.experts)
+    x[..., 0] = 3
+    params.router[0, 0] = 3
+    params, x = put_weights(group, params), world.put(mesh, "ep", x)
 
     @jax.jit
-    def step(bias, _):
+    def step(params, x, bias):
         _, stats = moe.apply(params, x, bias, config=layer, group=group)
         return jax_ep.update_bias(bias, stats.load, rate=0.02), stats.max_over_mean
 
     bias, ratios = jnp.zeros(EXPERTS), []
-    for n in range(60):
-        bias, ratio = step(bias, n)
+    for _ in range(60):
+        bias, ratio = step(params, x, bias)
         ratios.append(float(ratio))
     assert ratios[0] == EXPERTS / TOP_K, "every token picks expert 0 at first"
     assert min(ratios[-10:]) < 1.7
@@ -187,13 +201,13 @@ def test_an_unbalanced_router_is_balanced_by_its_bias():
     ],
 )
 def test_what_does_not_fit_is_refused(layer, shape, bias, message):
-    layer, group = config(**layer), make_group(make_mesh())
+    layer, group = config(**layer), make_group(world.mesh(4))
     params = moe.init(jax.random.key(0), config())
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda x: moe.apply(params, x, bias, config=layer, group=group), jnp.zeros(shape))
 
 
 def test_update_bias_needs_a_bias():
-    module = MoE(config(), make_group(make_mesh()), rngs=nnx.Rngs(0))
+    module = MoE(config(), make_group(world.mesh(4)), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="expected config.use_bias=True, got False"):
         module.update_bias(jnp.ones(EXPERTS))

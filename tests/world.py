@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 PATIENCE = 200.0  # seconds for what another process is about to say: less than a test may take, more than it does
 COUNT = int(os.environ.get(processes.COUNT, "1"))
 
-_calls: collections.Counter[str] = collections.Counter()
+_fetches: collections.Counter[str] = collections.Counter()
 
 
 def join() -> None:
@@ -83,21 +83,30 @@ def fetch(tree: Any) -> Any:
         for leaf in leaves
     ]
     wholes = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
-    for theirs in exchange(pickle.dumps(mine)):
+    test = os.environ["PYTEST_CURRENT_TEST"]
+    _fetches[test] += 1
+    for theirs in exchange(f"{test}: arrays {_fetches[test]}", pickle.dumps(mine)):
         for whole, shards in zip(wholes, pickle.loads(theirs), strict=True):
             for index, data in shards:
                 whole[index] = data
     return jax.tree.unflatten(treedef, wholes)
 
 
-def exchange(message: bytes, topic: str = "", seconds: float = PATIENCE) -> list[bytes]:
-    """What every process passed in this call: of this test and topic the first, the second, and so on.
+def disagreement(test: str, outcome: str) -> str:
+    """Says how the outcome of a test differs between processes; "" where it doesn't."""
+    # Who fails alone may leave the others waiting for it where they never get on: no use in waiting for them.
+    seconds = PATIENCE if outcome == "passed" else 30
+    try:
+        outcomes = exchange(f"{test}: outcome", outcome.encode(), seconds)
+    except TimeoutError as error:
+        return f"{outcome} in process {jax.process_index()}; {error}"
+    if len(set(outcomes)) == 1:
+        return ""
+    return ", ".join(f"{theirs.decode()} in process {process}" for process, theirs in enumerate(outcomes))
 
-    Raises TimeoutError where another process does not get here in time.
-    """
-    name = f"{os.environ['PYTEST_CURRENT_TEST'].rpartition(' ')[0]}/{topic}"
-    key = f"{name}/{_calls[name]}"
-    _calls[name] += 1
+
+def exchange(key: str, message: bytes, seconds: float = PATIENCE) -> list[bytes]:
+    """What every process passed under this key, which is used once. TimeoutError where one does not get here."""
     client = distributed.global_state.client
     client.key_value_set_bytes(f"{key}/{jax.process_index()}", message)
     messages = []
@@ -107,15 +116,3 @@ def exchange(message: bytes, topic: str = "", seconds: float = PATIENCE) -> list
         except jax.errors.JaxRuntimeError as error:
             raise TimeoutError(f"process {process} did not get to {key!r} in {seconds:g} s") from error
     return messages
-
-
-def disagreement(outcome: str) -> str:
-    """Says how the outcome of this test differs between processes; "" where it doesn't."""
-    try:
-        # Who failed alone has left the others waiting for it: they will not come.
-        outcomes = exchange(outcome.encode(), "outcome", PATIENCE if outcome != "failed" else 30)
-    except TimeoutError as error:
-        return f"{outcome} in process {jax.process_index()}; {error}"
-    if len(set(outcomes)) == 1:
-        return ""
-    return ", ".join(f"{said.decode()} in process {process}" for process, said in enumerate(outcomes))
