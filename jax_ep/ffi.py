@@ -56,6 +56,8 @@ def place_rows(
     }
     branches = {platform: functools.partial(_CALLS[platform], **static) for platform in sorted(layout_platforms())}
     in_jax = functools.partial(place_rows_in_jax, **static)
+    if index.size == 0:  # JAX folds what has no elements into constants, whose mesh-axis types fit no custom call's
+        return in_jax(index, first_expert)
     return jax.lax.platform_dependent(index, jnp.int32(first_expert), **branches, default=in_jax)
 
 

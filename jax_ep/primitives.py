@@ -94,7 +94,7 @@ def _weighted_combine_transpose(cotangent: Any, y: Any, weights: Any, *arrays: A
     if wants_y:
         # Selected, not multiplied: what a caller left in the padding, NaN included, reaches nothing.
         product = jnp.where(has_token, rows.astype(jnp.float32) * weights[:, None], 0)
-        return (reference.round_to(product, y.aval.dtype), None, *none)
+        return (reference.cast(product, y.aval.dtype), None, *none)
     product = jnp.where(has_token, rows.astype(jnp.float32) * y.astype(jnp.float32), 0)
     return (None, product.sum(axis=1), *none)
 

@@ -106,7 +106,7 @@ def dequantize(payload: ArrayLike, scales: ArrayLike, dtype: Any = jnp.bfloat16)
             f"{BLOCK} elements of the last axis, got {scales.shape}; pass both arrays of one `quantize` call"
         )
     x = _merge(_split(payload.astype(jnp.float32)) * scales[..., None], payload.shape[-1])
-    return (x if dtype == jnp.float32 else _round_to(dtype, x)).astype(dtype)
+    return (x if dtype == jnp.float32 else round_to(dtype, x)).astype(dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -124,7 +124,7 @@ def _quantize(x: jax.Array, scale_format: ScaleFormat) -> tuple[jax.Array, jax.A
     else:
         inverse = _448_over(amax)
     # At most a few ulps above 448, which round to 448: nothing overflows, though XLA's cast does not saturate.
-    payload = _round_to(jnp.float8_e4m3fn, blocks * inverse[..., None])
+    payload = round_to(jnp.float8_e4m3fn, blocks * inverse[..., None])
     payload = jnp.where(finite[..., None], payload, jnp.nan).astype(jnp.float8_e4m3fn)
     return _merge(payload, x.shape[-1]), jnp.where(finite, scales, jnp.nan)
 
@@ -152,7 +152,7 @@ def _448_over(amax: jax.Array) -> jax.Array:
     return _float(_bits(rounded) + ((107 - (bits >> 23)) << 23))
 
 
-def _round_to(dtype: Any, x: jax.Array) -> jax.Array:
+def round_to(dtype: Any, x: jax.Array) -> jax.Array:
     """float32 rounded to what `dtype` can hold, still as float32.
 
     Before a cast, as XLA for GPUs drops the cast, and its rounding, where the result is widened again.

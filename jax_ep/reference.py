@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jax_ep.config import RowOrder
 from jax_ep.layout import Handle, Placed, place_rows, sanitize
+from jax_ep.quantize import round_to
 
 
 def layout(
@@ -103,7 +104,7 @@ def combine(handle: Handle, y: jax.Array, weights: jax.Array | None = None) -> j
     total = jnp.zeros((tokens, y.shape[1]), jnp.float32)
     for rank in range(ranks):
         total = total + arrived[rank].astype(jnp.float32)
-    return round_to(total, y.dtype)
+    return cast(total, y.dtype)
 
 
 def combine_weights(handle: Handle, weights: jax.Array) -> jax.Array:
@@ -142,7 +143,7 @@ def _partial_sums(handle: Handle, y: jax.Array, weights: jax.Array | None) -> ja
         start = jnp.zeros((), rounds.dtype), jnp.zeros((slots.shape[0], y.shape[1]), jnp.float32)
         start = jax.tree.map(lambda zero: _varying_like(zero, (slots, y, weights)), start)
         _, total = jax.lax.while_loop(lambda state: state[0] < rounds, add, start)
-        return round_to(total, y.dtype)
+        return cast(total, y.dtype)
 
     # A rank-order row stands for all its picks at once.
     slots = handle.slots.max(-1, keepdims=True) if handle.row_order == "rank" else handle.slots
@@ -181,13 +182,9 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
-def round_to(total: jax.Array, dtype: Any) -> jax.Array:
-    """A float32 value rounded to `dtype`, once."""
-    # XLA for GPUs drops f32 -> bf16 -> f32 round trips; it keeps reduce_precision. (For float16 the latter would flush
-    # subnormals, which bf16 shares with float32.)
-    if dtype == jnp.bfloat16:
-        total = jax.lax.reduce_precision(total, exponent_bits=8, mantissa_bits=7)
-    return total.astype(dtype)
+def cast(total: jax.Array, dtype: Any) -> jax.Array:
+    """float32 sums rounded once to `dtype`; the rounding stays where XLA would drop a cast that is widened again."""
+    return total if dtype == jnp.float32 else round_to(dtype, total).astype(dtype)
 
 
 def _varying_like(value: jax.Array, like: object) -> jax.Array:
