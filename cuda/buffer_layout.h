@@ -26,8 +26,8 @@ JAX_EP_LAYOUT_FN int64_t AlignUp(int64_t bytes) { return (bytes + kPage - 1) / k
 
 // Header words, 64 bits each.
 struct Header {
-  int64_t epoch;               // of the last operation that this rank has finished
-  int64_t failed;              // not 0 after a wait that ran out of time
+  int64_t epoch;   // of the last operation that this rank has finished
+  int64_t failed;  // not 0 after a wait that ran out of time
   int64_t pad[6];
   int64_t signals[kMaxRanks];  // signals[peer]: the last epoch that peer has published here
   int64_t tags[2][kMaxRanks];  // tags[epoch % 2][peer]: the call site that it published for

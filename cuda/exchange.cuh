@@ -8,19 +8,11 @@
 #include <cstdio>
 
 #include "cuda/buffer_layout.h"
+#include "cuda/call.h"
 
 namespace jax_ep {
 
-// One call of one operation.
-struct Call {
-  int64_t tag;      // of the call site: equal on all ranks that run the same program
-  int64_t timeout;  // nanoseconds
-  int32_t serial;   // of the group, for messages
-};
-
-inline __device__ Header* HeaderOf(const Peers& peers, int rank) {
-  return reinterpret_cast<Header*>(peers.base[rank]);
-}
+inline __device__ Header* HeaderOf(const Peers& peers, int rank) { return reinterpret_cast<Header*>(peers.base[rank]); }
 
 inline __device__ int64_t LoadAcquire(const int64_t* p) {
   int64_t value;
@@ -53,6 +45,18 @@ __device__ T LoadPeerWord(const T* p) {
   return *reinterpret_cast<const volatile T*>(p);
 }
 
+constexpr int kWarpSize = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kExchangeThreads = 1024;
+
+// Blocks wait for each other, so all must be on the GPU at once: one an SM, launched together.
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchTogether(void (*kernel)(Parameters...), int num_sms, cudaStream_t stream, Arguments... arguments) {
+  void* pointers[] = {&arguments...};
+  return cudaLaunchCooperativeKernel(reinterpret_cast<void*>(kernel), dim3(num_sms), dim3(kExchangeThreads), pointers,
+                                     0, stream);
+}
+
 // The epoch of this call: one more than the last that this rank finished. The same for all blocks until Finish.
 inline __device__ int64_t BeginEpoch(const Peers& peers) {
   return LoadPeerWord(&HeaderOf(peers, peers.rank)->epoch) + 1;
@@ -78,11 +82,11 @@ inline __device__ void WaitForPeers(const Peers& peers, const Call& call, int64_
     const int64_t start = Nanoseconds();
     int64_t seen;
     while ((seen = LoadAcquire(&mine->signals[peer])) - epoch < 0) {
-      if (Nanoseconds() - start > call.timeout) {
+      if (Nanoseconds() - start > call.timeout_ns) {
         printf(
             "jax_ep: group %d, %s: rank %d waited %.1f s for rank %d, which is at epoch %lld of %lld; is it stuck, "
             "stopped, or running another program?\n",
-            call.serial, operation, peers.rank, call.timeout * 1e-9, peer, static_cast<long long>(seen),
+            call.serial, operation, peers.rank, call.timeout_ns * 1e-9, peer, static_cast<long long>(seen),
             static_cast<long long>(epoch));
         mine->failed = epoch;
         __trap();

@@ -264,4 +264,13 @@ cudaError_t LaunchLayout(RowOrder order, const LayoutShape& shape, const int32_t
   return cudaGetLastError();
 }
 
+cudaError_t LoadLayoutKernels() {
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, CountByExpert);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, PlaceByExpert);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, CountByRank);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, PlaceByRank);
+  return error;
+}
+
 }  // namespace jax_ep

@@ -11,6 +11,7 @@ from typing import Any
 CPU_DEVICES = 8
 LEAST_EXPERTS = 8
 LEAST_BATCH = 16
+CAPACITY_FACTOR = 1.25
 
 
 class UsageError(Exception):
@@ -30,7 +31,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     _whole(model, "--experts", None, f"a multiple of the devices (the least from {LEAST_EXPERTS} on)")
     _whole(model, "--top-k", 2, "experts that each byte picks")
     _choice(model, "--router", ("softmax", "sigmoid"), "sigmoid balances by a bias, as DeepSeek-V3 does")
-    _number(model, "--capacity-factor", 1.25, "rows a device has room for, over its even share", above=0)
+    room = f"rows a device has room for, over its even share ({CAPACITY_FACTOR}; --compare-dense: for all)"
+    _number(model, "--capacity-factor", None, room, above=0)
     _whole(model, "--layers", 3, "each of attention and experts")
     _whole(model, "--hidden", 128, "width between the layers")
     _whole(model, "--intermediate", 256, "width inside an expert")
@@ -47,12 +49,26 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     _number(training, "--z-factor", 0.001, "of the router's z-loss")
     _number(training, "--bias-rate", 0.01, "step of the balancing bias; sigmoid only")
     _whole(training, "--heldout-every", 25, "steps between held-out losses")
+    _whole(training, "--runs", 30, "steps of each to time with --compare-ffn")
     _whole(training, "--seed", 0, "of weights and batches", least=0)
+
+    compare = parser.add_argument_group("comparisons").add_mutually_exclusive_group()
+    compare.add_argument(
+        "--compare-dense",
+        action="store_true",
+        help="also train the same model with every expert on every byte, masked; ends with status 1 if losses differ",
+    )
+    compare.add_argument(
+        "--compare-ffn",
+        action="store_true",
+        help="do not train: time a step, and one of a plain feed-forward network of the same FLOPs a byte",
+    )
 
     files = parser.add_argument_group("files")
     _folder(files, "--out", Path("out/train"), "for plots and figures (out/train)")
     _folder(files, "--checkpoint", None, "write checkpoints there; also at the end and on Ctrl-C")
     _whole(files, "--checkpoint-every", 100, "steps between checkpoints")
+    _folder(files, "--records", Path("benchmarks/results"), "for the record of --compare-ffn (benchmarks/results)")
     files.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
     return parser
 
@@ -82,6 +98,13 @@ def complete(options: argparse.Namespace, devices: int) -> None:
             f"--hidden: expected a multiple of twice the {options.heads} heads, got {options.hidden}; pass "
             f"{_round_up(options.hidden, 2 * options.heads)}, or other --heads"
         )
+    if options.compare_dense and (options.capacity_factor or options.dtype != "float32"):
+        raise UsageError(
+            "--compare-dense: expected float32 and no --capacity-factor, since a dense computation drops nothing, got "
+            f"{options.dtype} and {options.capacity_factor}; leave both options out"
+        )
+    if not options.compare_dense:
+        options.capacity_factor = options.capacity_factor or CAPACITY_FACTOR
     if options.resume and options.checkpoint is None:
         raise UsageError("--resume: expected --checkpoint FOLDER with it, got none; name the folder to go on from")
 
@@ -91,7 +114,8 @@ def course(options: argparse.Namespace) -> dict[str, Any]:
 
     The text is not among them: `Text.fingerprint` says more than its path.
     """
-    free = ("text", "platform", "devices", "out", "checkpoint", "checkpoint_every", "resume", "heldout_every")
+    where = ("text", "platform", "devices", "out", "records", "checkpoint", "checkpoint_every", "resume")
+    free = (*where, "heldout_every", "compare_dense", "compare_ffn", "runs")
     return {name: value for name, value in vars(options).items() if name not in free}
 
 
@@ -100,7 +124,7 @@ def _whole(parser: Any, name: str, default: int | None, text: str, least: int = 
     _add(parser, name, default, text, type=convert, metavar="N")
 
 
-def _number(parser: Any, name: str, default: float, text: str, above: float | None = None) -> None:
+def _number(parser: Any, name: str, default: float | None, text: str, above: float | None = None) -> None:
     """A finite number above `above`, or without it from 0 on."""
     words = "a number from 0 on" if above is None else f"a number above {above}"
     convert = _converter(float, lambda value: value >= 0 if above is None else value > above, words)

@@ -1,13 +1,16 @@
-"""The two pictures of a run: is it learning, and do its experts share the work."""
+"""The pictures of a run: is it learning, do its experts share the work; and those of the two comparisons."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from checkpoint import History
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from jax_ep.bench.record import Result
 
 BLUE, ORANGE, GREY = "#2166ac", "#d6604d", "#555555"
 
@@ -72,6 +75,57 @@ def plot_expert_load(path: Path, history: History, columns: int = 160) -> None:
         label="load / mean load of the layer's experts (white: an even share)",
     )
     figure.suptitle("Expert load: picks before any drop", x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+
+
+def plot_dense(path: Path, history: History, dense: History, bound: float) -> None:
+    """Training losses of jax_ep and of the dense computation above their difference, with its bound as a level."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    curves, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    steps = np.arange(1, history.steps + 1)
+    curves.plot(steps, dense.loss, color=ORANGE, alpha=0.4, linewidth=5, label="every expert on every byte, masked")
+    curves.plot(steps, history.loss, color=BLUE, linewidth=1, label="jax_ep")
+    curves.set_ylim(0, max(6.0, max(history.loss)))
+    curves.set_ylabel("training loss (nats a byte)")
+    curves.set_title("The same model from the same weights on the same data", loc="left")
+    curves.legend(frameon=False, loc="upper right")
+    difference = np.abs(np.subtract(history.loss, dense.loss))
+    below.semilogy(steps, np.maximum(difference, 1e-8), color=BLUE, linewidth=1)
+    below.set_ylim(5e-9, 10 * bound)
+    _level(below, bound, ":", f"bound: {bound:g}")
+    below.set_ylabel("difference (nats a byte)")
+    below.set_xlabel("step")
+    for axes in (curves, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_step_times(path: Path, results: Sequence[Result], target: float) -> None:
+    """Median step times of the MoE and of the plain network, from p10 to p90, with `target` times the latter's."""
+    moe, ffn = results
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for row, (result, color) in enumerate(((ffn, GREY), (moe, BLUE))):
+        median, low, high = (us / 1000 for us in (result.median_us, result.p10_us, result.p90_us))
+        axes.barh(row, median, color=color, alpha=0.6, height=0.6)
+        axes.hlines(row, low, high, color=color, linewidth=2)
+        axes.annotate(f"{median:.0f} ms", (0, row), xytext=(6, 0), textcoords="offset points", va="center")
+    axes.axvline(target * ffn.median_us / 1000, color=ORANGE, linestyle=":")
+    axes.annotate(
+        f"target: {target:g} times",
+        (target * ffn.median_us / 1000, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-4, -2),
+        textcoords="offset points",
+        color=ORANGE,
+        ha="right",
+        va="bottom",
+    )
+    axes.set_yticks([0, 1], ["plain network\nof the same FLOPs", f"{moe.num_experts} experts,\n{moe.top_k} for a byte"])
+    axes.set_xlim(0)
+    axes.set_xlabel("ms a training step (bar: median; line: p10 to p90)")
+    axes.set_title(f"Step time: {moe.median_us / ffn.median_us:.2f} times the plain network's", loc="left", pad=14)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
 

@@ -3,6 +3,7 @@
 Without options: 8 CPU devices, an expert on each, and Python's own documentation
 as text, read as bytes; a few minutes on two cores. At the end the --out folder
 holds loss.png, expert_load.png, metrics.json and history.json.
+With --compare-dense also compare_dense.png; --compare-ffn writes compare_ffn.png alone.
 
 Defaults are in brackets.
 """
@@ -11,24 +12,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+import compare
 import jax
 import options as command_line
 import report
 from checkpoint import Checkpoints, History
+from devices import start_devices
+from feed_forwards import MaskedMoE, PlainFeedForward
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from model import LanguageModel, ModelConfig
+from model import FeedForward, LanguageModel, ModelConfig
 from options import UsageError
 from text import Text, load
 from tqdm import tqdm
@@ -62,18 +65,49 @@ def main(arguments: list[str] | None = None) -> int:
     except UsageError as error:
         parser.error(str(error))  # ends with status 2
     report.introduce(run.options, run.text, run.group, run.model)
+    if run.options.compare_ffn:
+        compare_ffn(run)
+        return 0
     with ctrl_c() as asked:
         train(run, asked)
     if run.checkpoints:
         run.checkpoints.save(run.model, run.optimizer, run.history)
         run.checkpoints.close()
-    run.group.close()
     if run.history.steps < run.config.steps:
         kept = "go on with --resume" if run.checkpoints else "nothing is kept without --checkpoint FOLDER"
         print(f"stopped after {run.history.steps} of {run.config.steps} steps: {kept}")
         return INTERRUPTED
     report.conclude(run.options, run.text, run.group, run.model, run.history)
-    return 0
+    return compare_dense(run) if run.options.compare_dense else 0
+
+
+def compare_dense(run: Run) -> int:
+    """Train once more from the same weights on the same data, without an exchange; the exit status."""
+    twin = make_run(run.options, run.text, run.group, MaskedMoE)
+    with ctrl_c() as asked:
+        train(twin, asked)
+    if twin.history.steps < twin.config.steps:
+        print(f"stopped after {twin.history.steps} of {twin.config.steps} steps of the dense twin: not compared")
+        return INTERRUPTED
+    return 0 if compare.conclude_dense(run.options.out, run.history, twin.history) else 1
+
+
+def compare_ffn(run: Run) -> None:
+    """Time steps of the model and of its twin with plain feed-forwards, in turn."""
+    split = NamedSharding(run.group.mesh, P("ep"))
+
+    def stepper(run: Run) -> Callable[[int], None]:
+        train_step = make_train_step(run.config)
+
+        def step(number: int) -> None:
+            windows = jax.device_put(run.text.batch(run.options.seed, number, run.options.batch), split)
+            jax.block_until_ready((train_step(run.model, run.optimizer, windows), nnx.state(run.model)))
+
+        return step
+
+    twin = make_run(run.options, run.text, run.group, PlainFeedForward)
+    seconds = compare.time_in_turn({"moe": stepper(run), "ffn": stepper(twin)}, run.options.runs)
+    compare.conclude_ffn(run.options, run.group, seconds)
 
 
 def set_up(options: argparse.Namespace) -> Run:
@@ -100,39 +134,22 @@ def set_up(options: argparse.Namespace) -> Run:
         dtype=options.dtype,
         capacity_factor=options.capacity_factor,
     )
-    model = make_model(group, options)
-    place(model, mesh)
+    run = make_run(options, text, group, jax_ep.flax.MoE)
+    history = checkpoints.restore(run.model, run.optimizer) if checkpoints and options.resume else History()
+    return dataclasses.replace(run, history=history, checkpoints=checkpoints)
+
+
+def make_run(options: argparse.Namespace, text: Text, group: jax_ep.Group, layer: Callable[..., FeedForward]) -> Run:
+    """A run that begins, on the group's mesh, with `layer` as its feed-forwards."""
+    model = make_model(group, options, layer)
+    place(model, group.mesh)
     config = training_config(options)
     optimizer = make_optimizer(model, config)
-    place(optimizer, mesh)
-    history = checkpoints.restore(model, optimizer) if checkpoints and options.resume else History()
-    return Run(options, text, group, config, model, optimizer, history, checkpoints)
+    place(optimizer, group.mesh)
+    return Run(options, text, group, config, model, optimizer, History(), None)
 
 
-def start_devices(platform: str, wanted: int | None) -> list[jax.Device]:
-    """The devices to run on. CPU devices are made here, so JAX's backend must not have started before."""
-    if platform == "cpu":
-        jax.config.update("jax_platforms", "cpu")  # leaves GPUs to others
-        count = wanted or command_line.CPU_DEVICES
-        flags, flag = os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count"
-        if flag not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} {flag}={count}".strip()
-        # Host threads, which the devices share. With too few, collectives can wait for one another for ever.
-        os.environ.setdefault("NPROC", str(2 * count))
-    try:
-        found = jax.local_devices(backend=platform)
-    except RuntimeError as error:
-        raise UsageError(
-            f"--platform: expected a {platform} that JAX can use, got none ({error}); install JAX for it, as "
-            'in pip install "jax-ep[cuda13]", or pass --platform cpu'
-        ) from error
-    if wanted and wanted > len(found):
-        source = "XLA_FLAGS asks for" if platform == "cpu" else "JAX finds here"
-        raise UsageError(f"--devices: expected at most the {len(found)} that {source}, got {wanted}; pass less")
-    return found[:wanted]
-
-
-def make_model(group: jax_ep.Group, options: argparse.Namespace) -> LanguageModel:
+def make_model(group: jax_ep.Group, options: argparse.Namespace, layer: Callable[..., FeedForward]) -> LanguageModel:
     moe = jax_ep.MoEConfig(
         hidden=options.hidden,
         intermediate=options.intermediate,
@@ -142,7 +159,7 @@ def make_model(group: jax_ep.Group, options: argparse.Namespace) -> LanguageMode
         use_bias=options.router == "sigmoid",
     )
     sizes = ModelConfig(options.layers, options.hidden, options.heads, options.dtype)
-    return LanguageModel(sizes, lambda rngs: jax_ep.flax.MoE(moe, group, rngs=rngs), rngs=nnx.Rngs(options.seed))
+    return LanguageModel(sizes, lambda rngs: layer(moe, group, rngs=rngs), rngs=nnx.Rngs(options.seed))
 
 
 def training_config(options: argparse.Namespace) -> TrainingConfig:

@@ -51,8 +51,8 @@ def make_optimizer(model: LanguageModel, config: TrainingConfig) -> nnx.Optimize
     return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adamw), wrt=nnx.Param)
 
 
-def place(module: nnx.Module | nnx.Optimizer, mesh: jax.sharding.Mesh) -> None:
-    """Put a copy on every device of what no layer has placed on the mesh itself, as MoE does its experts."""
+def place(module: nnx.Module | nnx.Optimizer, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
+    """Put a copy on every device of what no layer has placed on the mesh itself, as MoE does its weights."""
 
     def put(leaf: jax.Array) -> jax.Array:
         return leaf if isinstance(leaf.sharding, NamedSharding) else jax.device_put(leaf, everywhere)

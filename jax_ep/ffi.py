@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def place_rows(
         "row_order": row_order,
     }
     branches = {platform: functools.partial(_CALLS[platform], **static) for platform in sorted(layout_platforms())}
-    in_jax = functools.partial(place_rows_in_jax, **static)
+    in_jax: Callable[..., Placed] = functools.partial(place_rows_in_jax, **static)
     if index.size == 0:  # JAX folds what has no elements into constants, whose mesh-axis types fit no custom call's
         return in_jax(index, first_expert)
     return jax.lax.platform_dependent(index, jnp.int32(first_expert), **branches, default=in_jax)
@@ -74,7 +75,7 @@ def _call_layout(
     shapes: list[tuple[int, ...]] = [index.shape, (num_local_experts,), (num_local_experts,), (1,)]
     if scratch:
         shapes.append((layout_scratch_words(num_local_experts),))
-    results = jax.ffi.ffi_call(LAYOUT, [_typed(shape, index) for shape in shapes])(
+    results = jax.ffi.ffi_call(LAYOUT, [typed(shape, jnp.int32, index) for shape in shapes])(
         index,
         first_expert,
         capacity=np.int64(capacity),
@@ -91,11 +92,12 @@ _CALLS = {
 }
 
 
-def _typed(shape: tuple[int, ...], like: jax.Array) -> jax.ShapeDtypeStruct:
+def typed(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """A custom call's result inside shard_map, which varies over the mesh axes that `like` varies over."""
     # A plain ShapeDtypeStruct would be typed as equal on all ranks, and shard_map would believe it.
     return jax.ShapeDtypeStruct(
         shape,
-        jnp.int32,
+        dtype,
         sharding=NamedSharding(jax.sharding.get_abstract_mesh(), P()),
         manual_axis_type=jax.typeof(like).manual_axis_type,
     )

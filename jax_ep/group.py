@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.config import GroupConfig, RowOrder
+from jax_ep import bootstrap
+from jax_ep.config import GroupConfig, RowOrder, check_integer
 from jax_ep.topology import Axis, axis_names, count_ranks
 
 Implementation = Literal["cuda", "reference"]
@@ -34,6 +35,7 @@ class Group:
       implementation: "cuda" or "reference": what its operations run.
       implementation_reason: why, in words.
       bytes: device memory that the group holds on each rank, beyond what XLA allocates for a program.
+      fingerprint: of its numbers; equal for equal groups in every process.
       serial: counts the groups of this process.
     """
 
@@ -43,6 +45,7 @@ class Group:
     implementation: Implementation
     implementation_reason: str
     bytes: int
+    fingerprint: int
     serial: int
 
     @property
@@ -91,7 +94,12 @@ class Group:
         return self.serial in _closed
 
     def close(self) -> None:
-        """Give back what the group holds. Tracing an operation of a closed group raises; closing twice is harmless."""
+        """Give back what the group holds; closing twice is harmless.
+
+        Tracing an operation of a closed group raises, and so do programs that were compiled for its kernels.
+        """
+        if not self.closed and self.implementation == "cuda":
+            bootstrap.close_group(self.serial)
         _closed.add(self.serial)
 
     def __enter__(self) -> Group:
@@ -124,6 +132,8 @@ def create_group(
     capacity_factor: float | None = None,
     alignment: int = 1,
     implementation: Literal["auto", "cuda", "reference"] = "auto",
+    num_sms: int | None = None,
+    timeout_s: float = 100.0,
 ) -> Group:
     """Make a group of the ranks along `axis` of `mesh`.
 
@@ -141,10 +151,14 @@ def create_group(
       alignment: rows of each expert are padded to a multiple of this (A), as some grouped matmuls want.
       implementation: "auto" takes the kernels where they can run and says why in `group.implementation_reason`;
         "reference" forces pure JAX; "cuda" forces the kernels or raises.
+      num_sms: SMs that a kernel of this group takes, where a call does not say otherwise. None leaves it to jax_ep.
+      timeout_s: how long a kernel waits for a peer before it ends the program with a message.
+
+    With kernels, every process of the mesh must make its groups in the same order.
 
     Raises:
       ValueError, TypeError: an argument that does not fit, with what was expected.
-      RuntimeError: implementation="cuda" where the kernels cannot run.
+      RuntimeError: implementation="cuda" where the kernels cannot run, or GPU memory for them cannot be had.
 
     Example:
       >>> mesh = jax.make_mesh((8,), ("ep",))
@@ -166,19 +180,39 @@ def create_group(
         capacity_factor=capacity_factor,
         alignment=alignment,
     )
-    chosen, reason = _choose_implementation(implementation)
-    return Group(mesh, axes, config, chosen, reason, bytes=0, serial=next(_serials))
+    if num_sms is not None:
+        check_integer("num_sms", num_sms, 1)
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s: expected a time above 0, got {timeout_s}")
+    chosen, reason = _choose_implementation(implementation, mesh, axes, config)
+    serial, fingerprint = next(_serials), bootstrap.fingerprint(config, axes)
+    held = 0
+    if chosen == "cuda":
+        assert isinstance(mesh, jax.sharding.Mesh)
+        held = bootstrap.group_bytes(config)
+        try:
+            bootstrap.open_group(
+                serial, mesh, axes, config, fingerprint=fingerprint, timeout_s=timeout_s, num_sms=num_sms
+            )
+        except RuntimeError:
+            bootstrap.close_group(serial)
+            raise
+    return Group(mesh, axes, config, chosen, reason, held, fingerprint, serial)
 
 
-def _choose_implementation(wanted: str) -> tuple[Implementation, str]:
-    no_kernels = "this build of jax_ep has no CUDA kernels for dispatch and combine"
+def _choose_implementation(
+    wanted: str, mesh: Any, axes: tuple[str, ...], config: GroupConfig
+) -> tuple[Implementation, str]:
     if wanted == "reference":
         return "reference", 'asked for by implementation="reference"'
+    if wanted not in ("auto", "cuda"):
+        raise ValueError(f'implementation: expected "auto", "cuda" or "reference", got {wanted!r}')
+    obstacle = bootstrap.why_not(mesh, axes, config)
+    if obstacle is None:
+        return "cuda", "all ranks are Hopper GPUs of one host that reach each other's memory"
     if wanted == "auto":
-        return "reference", no_kernels
-    if wanted == "cuda":
-        raise RuntimeError(
-            f'implementation: expected kernels to run for implementation="cuda", but {no_kernels}; '
-            'use implementation="auto" or "reference"'
-        )
-    raise ValueError(f'implementation: expected "auto", "cuda" or "reference", got {wanted!r}')
+        return "reference", obstacle
+    raise RuntimeError(
+        f'implementation: expected kernels that can run, for implementation="cuda", got none: {obstacle}; '
+        'use implementation="auto" or "reference"'
+    )

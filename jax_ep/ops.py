@@ -122,6 +122,7 @@ def dispatch(
     row_order: RowOrder | None = None,
     wire: Wire | None = None,
     dequantize: bool = True,
+    num_sms: int | None = None,
 ) -> Rows:
     """Send each token to the ranks of its experts.
 
@@ -141,6 +142,8 @@ def dispatch(
         same with power-of-two scales. Input that comes quantised crosses as it is.
       dequantize: whether FP8 rows are brought back to x's dtype (the group's, for input that came quantised).
         Differentiating quantised rows raises; dequantised ones are straight-through.
+      num_sms: SMs that the kernel takes, forward and backward, where it is not what the group says. The reference
+        takes no notice.
 
     Returns:
       `Rows`.
@@ -194,12 +197,18 @@ def dispatch(
         x = fp8_wire.refuse_gradient(x)
     x, weights, ready = guard.operands("dispatch", group, x, weights, handle)
 
+    sms = 0 if num_sms is None else check_integer("dispatch num_sms", num_sms, 1)
     scales = None
     if wire is None and not quantized:
-        rows, row_weights = primitives.dispatch(ready, x, weights)
+        rows, row_weights = primitives.dispatch(ready, x, weights, sms)
     else:
         dtype = (group.dtype if quantized else x.dtype) if dequantize else None
-        how = (_SCALE_FORMATS[wire or "fp8"], dtype)
+        if group.implementation == "cuda" and group.hidden % 16:
+            raise ValueError(
+                f"dispatch wire: expected hidden to be a multiple of 16 for FP8 rows, got {group.hidden}; pad it to "
+                f"{-(-group.hidden // 16) * 16}, or send the tokens as they are"
+            )
+        how = (_SCALE_FORMATS[wire or "fp8"], dtype, sms)
         rows, scales, row_weights = fp8_wire.dispatch_fp8(how, ready, x, weights)
     local_index = None
     if handle.row_order == "rank" and index is not None:
@@ -210,7 +219,14 @@ def dispatch(
     return Rows(rows, row_weights, ready.group_sizes, ready.counts, ready, local_index, scales)
 
 
-def combine(y: jax.Array, handle: Handle, weights: jax.Array | None = None, *, group: Group | None = None) -> jax.Array:
+def combine(
+    y: jax.Array,
+    handle: Handle,
+    weights: jax.Array | None = None,
+    *,
+    group: Group | None = None,
+    num_sms: int | None = None,
+) -> jax.Array:
     """Bring rows back and add up those of each token.
 
     Linear in y, and with weights bilinear; differentiable in both. Sums are in float32, rows of a rank with k
@@ -222,6 +238,7 @@ def combine(y: jax.Array, handle: Handle, weights: jax.Array | None = None, *, g
       handle: `rows.handle`.
       weights: `rows.weights`, [C], to multiply the rows by (expert order only); None adds them as they are.
       group: optional: checked against the handle's.
+      num_sms: as in `dispatch`.
 
     Returns:
       [T, H] of y's dtype; zeros for a token without rows.
@@ -240,9 +257,10 @@ def combine(y: jax.Array, handle: Handle, weights: jax.Array | None = None, *, g
             f"combine y: expected shape [rows, hidden] = {(handle.capacity, group.hidden)}, as rows.x, got {y.shape}; "
             "keep the rows of one dispatch and its handle together"
         )
+    sms = 0 if num_sms is None else check_integer("combine num_sms", num_sms, 1)
     if weights is None:
         y, handle = guard.operands("combine", group, y, handle)
-        out = primitives.combine(handle, y)
+        out = primitives.combine(handle, y, sms)
     else:
         if handle.row_order == "rank":
             raise ValueError(
@@ -258,7 +276,7 @@ def combine(y: jax.Array, handle: Handle, weights: jax.Array | None = None, *, g
         if not jnp.issubdtype(weights.dtype, jnp.floating):
             raise TypeError(f"combine weights: expected a floating dtype, got {weights.dtype.name}; pass rows.weights")
         y, weights, handle = guard.operands("combine", group, y, weights.astype(jnp.float32), handle)
-        out = primitives.weighted_combine(handle, y, weights)
+        out = primitives.weighted_combine(handle, y, weights, sms)
     return guard.results("combine", "jax_ep_combined", out)
 
 

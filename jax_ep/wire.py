@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jax_ep import primitives, reference
+from jax_ep import primitives
 from jax_ep.layout import Handle
 from jax_ep.primitives import Weights
 from jax_ep.quantize import ScaleFormat, dequantize, quantize
@@ -16,12 +16,12 @@ from jax_ep.quantize import ScaleFormat, dequantize, quantize
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def dispatch_fp8(
-    how: tuple[ScaleFormat, Any], handle: Handle, x: Any, weights: Weights
+    how: tuple[ScaleFormat, Any, int], handle: Handle, x: Any, weights: Weights
 ) -> tuple[jax.Array, jax.Array | None, Weights]:
     """Rows of tokens that cross as FP8.
 
     Args:
-      how: (scale format, dtype to dequantise the rows to, or None for rows as they crossed).
+      how: (scale format, dtype to dequantise the rows to, or None for rows as they crossed, num_sms).
       handle: from layout.
       x: [T, H] float, quantised on the way, or (payload [T, H] float8_e4m3fn, scales [T, blocks] float32).
       weights: [T, K] float32 or None.
@@ -29,10 +29,10 @@ def dispatch_fp8(
     Returns:
       rows [C, H]; their scales [C, blocks], or None if dequantised; weights of rows, or None.
     """
-    scale_format, dtype = how
+    scale_format, dtype, num_sms = how
     payload, scales = x if isinstance(x, tuple) else quantize(x, scale_format=scale_format)
-    rows, row_scales = reference.dispatch(handle, payload), reference.dispatch(handle, scales)
-    row_weights = None if weights is None else reference.dispatch_weights(handle, weights)
+    rows, row_scales, row_weights = primitives.send(handle, payload, scales, weights, num_sms)
+    assert row_scales is not None
     if dtype is None:
         return rows, row_scales, row_weights
     return dequantize(rows, row_scales, dtype=dtype), None, row_weights
@@ -45,8 +45,8 @@ def _(how: Any, primals: Any, tangents: Any) -> Any:
     rows, row_scales, row_weights = dispatch_fp8(how, handle, x, weights)
     if isinstance(x, tuple) or how[1] is None:  # refuse_gradient has seen to it that dx is zero
         zeros = jax.tree.map(jnp.zeros_like, (rows, row_scales))
-        return (rows, row_scales, row_weights), (*zeros, primitives.dispatch(handle, None, dweights)[1])
-    drows, drow_weights = primitives.dispatch(handle, dx, dweights)
+        return (rows, row_scales, row_weights), (*zeros, primitives.dispatch(handle, None, dweights, how[2])[1])
+    drows, drow_weights = primitives.dispatch(handle, dx, dweights, how[2])
     assert drows is not None
     return (rows, None, row_weights), (drows.astype(rows.dtype), None, drow_weights)
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 COUNT, NUMBER = "JAX_EP_TEST_PROCESSES", "JAX_EP_TEST_PROCESS"  # how many processes there are, and which this one is
 DEVICES = 8  # CPU devices of all processes together
@@ -20,9 +21,14 @@ GRACE = 20.0  # seconds in which all processes must end once the first has
 def launch(arguments: Sequence[str], count: int, directory: Path) -> int:
     """Runs pytest with these arguments in `count` processes; returns the worst of their exit codes."""
     command = [sys.executable, "-m", "pytest", *arguments]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    address = free_address()
     return run([command] * count, [environment(address, count, number) for number in range(count)], directory)
+
+
+def free_address() -> str:
+    """A port of this machine that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def environment(address: str, count: int, number: int) -> dict[str, str]:
@@ -38,7 +44,8 @@ def environment(address: str, count: int, number: int) -> dict[str, str]:
 
 
 def device_flag(count: int) -> str:
-    return f"--xla_force_host_platform_device_count={DEVICES // count}"
+    """For XLA_FLAGS: each of `count` processes gets its share of the CPU devices."""
+    return f"--xla_force_host_platform_device_count={max(1, DEVICES // count)}"
 
 
 def run(
@@ -57,19 +64,8 @@ def run(
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             for number, (command, variables) in enumerate(zip(commands, environments, strict=True)):
-                with open(Path(logs, str(number)), "wb") as log:
-                    output = None if number == 0 else log
-                    children.append(
-                        subprocess.Popen(
-                            command,
-                            env=variables,
-                            cwd=directory,
-                            stdin=subprocess.DEVNULL,
-                            stdout=output,
-                            stderr=output,
-                            start_new_session=True,  # a process group, to be ended as a whole
-                        )
-                    )
+                with open(Path(logs, str(number)), "wb") as file:
+                    children.append(start(command, variables, directory, file if number else None))
             stopped = wait(children, grace)
         finally:
             for child in children:
@@ -78,12 +74,26 @@ def run(
         codes = [child.returncode for child in children]
         for number, code in enumerate(codes):
             if code and number:
-                output = Path(logs, str(number)).read_text(errors="replace")
-                print(f"\n======== process {number} wrote ========\n{output}======== process {number}, end ========")
+                log = Path(logs, str(number)).read_text(errors="replace")
+                print(f"\n======== process {number} wrote ========\n{log}======== process {number}, end ========")
             if code:
                 why = f", stopped {grace:g} s after another one had ended" if number in stopped else ""
                 print(f"process {number}: exit code {code}{why}", flush=True)
     return max(code if code >= 0 else 128 - code for code in codes)  # as shells count signals
+
+
+def start(
+    command: Sequence[str], variables: dict[str, str], directory: Path, output: BinaryIO | None
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=variables,
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,  # a process group, to be ended as a whole
+    )
 
 
 def wait(children: Sequence[subprocess.Popen[bytes]], grace: float) -> set[int]:

@@ -17,8 +17,16 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # as Python does when it runs the script
 
+import compare  # noqa: E402
+import feed_forwards  # noqa: E402
 import text as text_module  # noqa: E402
 import train_moe  # noqa: E402
+import world  # noqa: E402
+from checkpoint import History  # noqa: E402
+from flax import nnx  # noqa: E402
+
+import jax_ep  # noqa: E402
+from jax_ep.bench import record  # noqa: E402
 
 SMALL = "--layers 1 --hidden 32 --intermediate 32 --heads 2 --sequence 32 --batch 8".split()
 # The sigmoid router has all there is to restore: weights, optimiser, and the bias that no optimiser keeps.
@@ -126,6 +134,10 @@ def refusal(main, capsys: pytest.CaptureFixture[str], *arguments: object) -> str
         ("--hidden 100", "--hidden: expected a multiple of twice the 4 heads, got 100; pass 104"),
         ("--devices 9", "--devices: expected at most the 8 that XLA_FLAGS asks for, got 9"),
         ("--resume", "--resume: expected --checkpoint FOLDER with it, got none"),
+        ("--compare-dense --capacity-factor 2", "expected float32 and no --capacity-factor, since a dense"),
+        ("--compare-dense --dtype bfloat16", "got bfloat16 and None; leave both options out"),
+        ("--compare-dense --compare-ffn", "argument --compare-ffn: not allowed with argument --compare-dense"),
+        ("--runs 0", "argument --runs: expected a whole number from 1 on, got 0"),
         ("--steps 0", "argument --steps: expected a whole number from 1 on, got 0"),
         ("--steps few", "argument --steps: expected a whole number from 1 on, got few"),
         ("--seed -1", "argument --seed: expected a whole number from 0 on, got -1"),
@@ -230,3 +242,83 @@ def test_python_topics_hold_nothing_out_that_was_trained_on() -> None:
     heldout = text.heldout.tobytes().split(b"\n\n")[1:]
     assert len(heldout) > 100
     assert not trained & set(heldout)
+
+
+def test_compare_dense(main, tmp_path: Path) -> None:
+    arguments = [*SMALL, "--devices", "4", "--steps", "12", "--learning-rate", "0.02", "--heldout-every", "12"]
+    assert main([*arguments, "--compare-dense", "--out", str(tmp_path)]) == 0
+    metrics = read(tmp_path / "metrics.json")
+    losses = [np.asarray(read(tmp_path / name)["loss"]) for name in ("history.json", "history_dense.json")]
+    assert losses[0][-1] < losses[0][0] - 0.5  # both learned something
+    difference = np.abs(losses[0] - losses[1])
+    assert metrics["dense_first_difference_nats"] == difference[0] <= metrics["dense_first_bound_nats"] == 1e-5
+    assert metrics["dense_largest_difference_nats"] == difference.max() <= metrics["dense_bound_nats"]
+    assert metrics["dropped_share"] == 0
+    assert (tmp_path / "compare_dense.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize(("step", "by", "holds"), [(0, 9e-6, True), (0, 2e-5, False), (2, 2e-5, True), (2, 1, False)])
+def test_dense_bounds(tmp_path: Path, step: int, by: float, holds: bool) -> None:
+    (tmp_path / "metrics.json").write_text("{}")
+    history = History(loss=[5.0, 4.0, 3.0], heldout=[(3, 3.0)])
+    dense = History(loss=[5.0, 4.0, 3.0], heldout=[(3, 3.0)])
+    dense.loss[step] += by
+    assert compare.conclude_dense(tmp_path, history, dense) is holds
+
+
+def twin(layer: type, **options) -> tuple[jax_ep.MoEConfig, nnx.Module]:
+    config = jax_ep.MoEConfig(hidden=8, intermediate=12, num_experts=4, top_k=2, **options)
+    group = jax_ep.create_group(world.mesh(2), "ep", max_tokens=6, hidden=8, num_experts=4, top_k=2, dtype="float32")
+    return config, layer(config, group, rngs=nnx.Rngs(0))
+
+
+def test_masked_moe_is_the_sum_over_a_tokens_experts() -> None:
+    config, layer = twin(feed_forwards.MaskedMoE, score="sigmoid", use_bias=True)
+    layer.bias[...] = jax.numpy.array([0.0, 1.0, 0.0, -1.0])
+    x = np.random.default_rng(0).standard_normal((2, 6, 8)).astype(np.float32)
+    y, stats = nnx.jit(lambda layer, x: layer(x))(layer, x)
+
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), layer.params())
+    wanted, load = np.zeros((2, 6, 8)), np.zeros(4)
+    for place in np.ndindex(2, 6):
+        token = x[place].astype(np.float64)
+        score = 1 / (1 + np.exp(-token @ params.router))
+        picked = np.argsort(-(score + [0, 1, 0, -1]))[:2]
+        load[picked] += 1
+        for expert in picked:
+            gate, up = token @ params.experts.gate[expert], token @ params.experts.up[expert]
+            result = (gate / (1 + np.exp(-gate)) * up) @ params.experts.down[expert]
+            wanted[place] += score[expert] / score[picked].sum() * result
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(stats.load, load)
+
+
+def test_plain_network_has_the_flops_of_the_picked_experts() -> None:
+    config, layer = twin(feed_forwards.PlainFeedForward)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(layer, nnx.Param)))
+    assert weights == config.top_k * 3 * config.hidden * config.intermediate  # each is multiplied with once a token
+
+
+def test_compare_ffn(main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_EP_COMMIT", 40 * "0")
+    arguments = [*SMALL, "--compare-ffn", "--runs", "3", "--records", str(tmp_path / "records")]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    (path,) = (tmp_path / "records").glob("moe_step-*.json")
+    results = record.read(path).results
+    assert [result.implementation for result in results] == ["reference", "ffn"]
+    for result in results:
+        assert (result.op, result.ranks, result.tokens, result.hidden) == ("moe_step", 8, 32, 32)
+        assert (result.num_experts, result.top_k, result.dtype) == (8, 2, "float32")
+    assert "32 wide, capacity factor 1.25" in results[0].note
+    assert "64 wide" in results[1].note
+    assert (tmp_path / "compare_ffn.png").read_bytes().startswith(PNG)
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def test_steps_take_turns() -> None:
+    calls: list[tuple[str, int]] = []
+    steps = {name: lambda number, name=name: calls.append((name, number)) for name in ("moe", "ffn")}
+    seconds = compare.time_in_turn(steps, runs=3, warm_up=2)
+    assert {name: len(times) for name, times in seconds.items()} == {"moe": 3, "ffn": 3}
+    assert [name for name, _ in calls] == ["ffn", "moe", "moe", "ffn"] * 2 + ["ffn", "moe"]
+    assert [number for _, number in calls] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import re
 import subprocess
 import sys
 import textwrap
@@ -41,7 +41,7 @@ def test_arrays_span_the_processes_and_come_back_whole(write, tmp_path):
             mesh = world.mesh((4, 2), ("dp", "ep"))
             assert [device.process_index for device in mesh.devices.flat] == [0, 1] * 4
             bits = np.arange(16, dtype=np.uint8)
-            x = jax.numpy.dtype(dtype).type(1) * np.arange(16).astype(dtype)
+            x = bits.astype(dtype)
             f = jax.jit(jax.shard_map(
                 lambda x, bits: (x[::-1], jax.lax.psum(bits, "ep"), x[:0]),
                 mesh=mesh,
@@ -118,13 +118,24 @@ def test_a_process_that_dies_takes_the_others_with_it(write, tmp_path, capfd):
             time.sleep(600)
         """
     )
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    address = processes.free_address()
     command = [sys.executable, "-m", "pytest", *arguments]
     code = processes.run([command] * 2, [processes.environment(address, 2, n) for n in range(2)], tmp_path, grace=2)
     out = capfd.readouterr().out
     assert code, out
     assert "process 1: exit code 7" in out and "process 0: exit code" in out
+
+
+def test_the_documented_program_runs_in_several_processes(tmp_path, capfd):
+    page = (TESTS.parent / "docs" / "processes.md").read_text()
+    (source,) = (block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "initialize" in block)
+    (tmp_path / "program.py").write_text(source)
+    address = processes.free_address()
+    commands = [[sys.executable, "program.py", address, "2", str(number)] for number in range(2)]
+    code = processes.run(commands, [processes.environment(address, 2, n) for n in range(2)], tmp_path)
+    out = capfd.readouterr().out
+    assert code == 0, out
+    assert "process 0 of 2, 4 of 8 devices: 256 rows" in out
 
 
 FAILS, WAITS = "raise SystemExit(3)", "import time; time.sleep(600)"

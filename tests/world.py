@@ -17,9 +17,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 PATIENCE = 200.0  # seconds for what another process is about to say: less than a test may take, more than it does
-COUNT = int(os.environ.get(processes.COUNT, "1"))
+COUNT, NUMBER = int(os.environ.get(processes.COUNT, "1")), int(os.environ.get(processes.NUMBER, "0"))
 
-_fetches: collections.Counter[str] = collections.Counter()
+_fetches: collections.Counter[str] = collections.Counter()  # of each test
+_said = ""  # the key of this process's last message
 
 
 def join() -> None:
@@ -27,7 +28,7 @@ def join() -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         num_processes=COUNT,
-        process_id=int(os.environ[processes.NUMBER]),
+        process_id=NUMBER,
         cluster_detection_method="deactivate",
         initialization_timeout=60,
         shutdown_timeout_seconds=20,
@@ -99,7 +100,7 @@ def disagreement(test: str, outcome: str) -> str:
     try:
         outcomes = exchange(f"{test}: outcome", outcome.encode(), seconds)
     except TimeoutError as error:
-        return f"{outcome} in process {jax.process_index()}; {error}"
+        return f"{outcome} in process {NUMBER}; {error}"
     if len(set(outcomes)) == 1:
         return ""
     return ", ".join(f"{theirs.decode()} in process {process}" for process, theirs in enumerate(outcomes))
@@ -107,12 +108,16 @@ def disagreement(test: str, outcome: str) -> str:
 
 def exchange(key: str, message: bytes, seconds: float = PATIENCE) -> list[bytes]:
     """What every process passed under this key, which is used once. TimeoutError where one does not get here."""
+    global _said
     client = distributed.global_state.client
-    client.key_value_set_bytes(f"{key}/{jax.process_index()}", message)
+    before, _said = _said, f"{key}/{NUMBER}"
+    client.key_value_set_bytes(_said, message)
     messages = []
     for process in range(COUNT):
         try:
             messages.append(client.blocking_key_value_get_bytes(f"{key}/{process}", int(1000 * seconds)))
         except jax.errors.JaxRuntimeError as error:
             raise TimeoutError(f"process {process} did not get to {key!r} in {seconds:g} s") from error
+    if before:
+        client.key_value_delete(before)  # nobody is still about to read it: all have come on to this call
     return messages

@@ -9,6 +9,9 @@ extern "C" {
 XLA_FFI_Error* JaxEpLayoutCpu(XLA_FFI_CallFrame* call_frame);
 #ifdef JAX_EP_WITH_CUDA
 XLA_FFI_Error* JaxEpLayoutCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxEpGroupLayoutCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxEpDispatchCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxEpCombineCuda(XLA_FFI_CallFrame* call_frame);
 #endif
 }
 

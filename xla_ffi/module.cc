@@ -9,7 +9,7 @@
 #include "xla/ffi/api/c_api.h"
 #include "xla_ffi/handlers.h"
 #ifdef JAX_EP_WITH_CUDA
-#include "cuda/layout.h"
+#include "xla_ffi/group_module.h"
 #endif
 
 namespace nb = nanobind;
@@ -27,7 +27,8 @@ const std::vector<Handler>& Handlers() {
   static const std::vector<Handler> handlers = {
       {"jax_ep_layout", "cpu", JaxEpLayoutCpu},
 #ifdef JAX_EP_WITH_CUDA
-      {"jax_ep_layout", "cuda", JaxEpLayoutCuda},
+      {"jax_ep_layout", "cuda", JaxEpLayoutCuda},     {"jax_ep_group_layout", "cuda", JaxEpGroupLayoutCuda},
+      {"jax_ep_dispatch", "cuda", JaxEpDispatchCuda}, {"jax_ep_combine", "cuda", JaxEpCombineCuda},
 #endif
   };
   return handlers;
@@ -70,7 +71,6 @@ NB_MODULE(_extension, module) {
   module.def("build_info", &BuildInfo, "The parts compiled into this module, as a new dict.");
   module.def("handlers", &HandlerCapsules, "A dict of (target name, platform) to the capsule that jax.ffi registers.");
 #ifdef JAX_EP_WITH_CUDA
-  module.def("layout_scratch_words", &LayoutScratchWords, nb::arg("local_experts"),
-             "Words of scratch that jax_ep_layout needs on CUDA.");
+  DefineGroups(module);
 #endif
 }

@@ -1,0 +1,33 @@
+// Combine inside an NVLink domain: the rank that holds a token's rows sums them and pushes the sum to the token's rank.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/buffer_layout.h"
+#include "cuda/call.h"
+#include "cuda/layout_rule.h"
+
+namespace jax_ep {
+
+enum class Element : int32_t { kFloat32, kBFloat16, kFloat16 };
+
+struct CombineArgs {
+  RowOrder order;
+  Element element;
+  int32_t tokens;
+  int32_t top_k;
+  int32_t hidden;             // elements; a row is a multiple of 16 bytes
+  const void* rows;           // [capacity, hidden], or null: only pick words are sent
+  const float* row_weights;   // [capacity] to multiply rows by, or null
+  const uint32_t* row_words;  // [capacity], in rank order [capacity, top_k]: a word of each pick to send, or null
+  const int32_t* slots;       // [ranks, tokens, top_k]
+  void* out;                  // [tokens, hidden]
+  uint32_t* pick_words;       // [tokens, top_k]: the words that came, 0 for picks without a row
+};
+
+cudaError_t LaunchCombine(const Peers& peers, const Call& call, const CombineArgs& args, int num_sms,
+                          cudaStream_t stream);
+
+}  // namespace jax_ep

@@ -1,0 +1,160 @@
+#include "cuda/symmetric_memory.h"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace jax_ep {
+
+cudaError_t LoadDispatchKernels();
+cudaError_t LoadCombineKernels();
+cudaError_t LoadLayoutKernels();
+
+namespace {
+
+struct RankMemory {
+  OpenRank open{};
+  char* own = nullptr;
+  std::vector<void*> imported;  // by IPC, to be closed
+  bool connected = false;
+};
+
+std::mutex mutex;
+std::map<std::pair<int64_t, int>, RankMemory>& Registry() {
+  static auto* registry = new std::map<std::pair<int64_t, int>, RankMemory>();  // outlives every thread that may use it
+  return *registry;
+}
+
+// The calling thread's device, as it was, when this goes.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    cudaGetDevice(&before_);
+    error = cudaSetDevice(device);
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  cudaError_t error;
+
+ private:
+  int before_ = 0;
+};
+
+std::string Describe(const char* what, cudaError_t error) {
+  cudaGetLastError();  // or the next call would report it again
+  return std::string(what) + ": " + cudaGetErrorString(error);
+}
+
+}  // namespace
+
+std::string Allocate(int64_t serial, int device, const GroupShape& shape, MemoryName* name) {
+  OnDevice on(device);
+  if (on.error != cudaSuccess) return Describe("cudaSetDevice", on.error);
+  RankMemory memory;
+  memory.open.peers.layout.shape = shape;
+  const int64_t bytes = memory.open.peers.layout.total_bytes();
+  cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&memory.own), bytes);
+  if (error != cudaSuccess) {
+    size_t free_bytes = 0;
+    size_t all_bytes = 0;
+    cudaGetLastError();
+    cudaMemGetInfo(&free_bytes, &all_bytes);
+    return "expected " + std::to_string(bytes) + " bytes of GPU memory for the group, got " +
+           cudaGetErrorString(error) + " with " + std::to_string(free_bytes) +
+           " bytes free; lower max_tokens, or leave XLA less (XLA_PYTHON_CLIENT_MEM_FRACTION)";
+  }
+  // Only the header has to start as zeros; stamps compare with the epoch, which 0 never is.
+  error = cudaMemset(memory.own, 0, bytes);
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  cudaIpcMemHandle_t handle{};
+  if (error == cudaSuccess) error = cudaIpcGetMemHandle(&handle, memory.own);
+  if (error != cudaSuccess) {
+    cudaFree(memory.own);
+    return Describe("group memory", error);
+  }
+  name->process = getpid();
+  name->address = reinterpret_cast<int64_t>(memory.own);
+  name->device = device;
+  name->handle.assign(reinterpret_cast<const char*>(&handle), sizeof(handle));
+  std::lock_guard<std::mutex> lock(mutex);
+  Registry()[{serial, device}] = std::move(memory);
+  return "";
+}
+
+std::string Connect(int64_t serial, int device, int rank, const std::vector<MemoryName>& names, int64_t fingerprint,
+                    int64_t timeout_ns, int num_sms) {
+  OnDevice on(device);
+  if (on.error != cudaSuccess) return Describe("cudaSetDevice", on.error);
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = Registry().find({serial, device});
+  if (found == Registry().end()) return "expected memory allocated for the group on this device, got none";
+  RankMemory& memory = found->second;
+  if (static_cast<int>(names.size()) != memory.open.peers.layout.shape.ranks) return "expected a name for every rank";
+  for (size_t peer = 0; peer < names.size(); ++peer) {
+    const MemoryName& name = names[peer];
+    void* base = nullptr;
+    if (name.process == getpid()) {
+      base = reinterpret_cast<void*>(name.address);
+      if (name.device != device) {
+        const cudaError_t error = cudaDeviceEnablePeerAccess(name.device, 0);
+        if (error != cudaSuccess && error != cudaErrorPeerAccessAlreadyEnabled) {
+          return Describe("peer access", error);
+        }
+        cudaGetLastError();
+      }
+    } else {
+      cudaIpcMemHandle_t handle{};
+      if (name.handle.size() != sizeof(handle)) return "expected a CUDA IPC handle, got another size";
+      std::memcpy(&handle, name.handle.data(), sizeof(handle));
+      const cudaError_t error = cudaIpcOpenMemHandle(&base, handle, cudaIpcMemLazyEnablePeerAccess);
+      if (error != cudaSuccess) return Describe("memory of a peer process", error);
+      memory.imported.push_back(base);
+    }
+    memory.open.peers.base[peer] = static_cast<char*>(base);
+  }
+  memory.open.peers.rank = rank;
+  memory.open.fingerprint = fingerprint;
+  memory.open.timeout_ns = timeout_ns;
+  memory.open.num_sms = num_sms;
+  // Loaded now: loading one lazily while another waits for its peers could hang.
+  cudaError_t error = LoadDispatchKernels();
+  if (error == cudaSuccess) error = LoadCombineKernels();
+  if (error == cudaSuccess) error = LoadLayoutKernels();
+  if (error != cudaSuccess) return Describe("loading the kernels", error);
+  memory.connected = true;
+  return "";
+}
+
+std::string Release(int64_t serial) {
+  std::lock_guard<std::mutex> lock(mutex);
+  std::string problem;
+  auto& registry = Registry();
+  for (auto it = registry.lower_bound({serial, 0}); it != registry.end() && it->first.first == serial;) {
+    OnDevice on(it->first.second);
+    cudaError_t error = cudaDeviceSynchronize();  // nothing that runs may lose its memory
+    for (void* base : it->second.imported) cudaIpcCloseMemHandle(base);
+    if (error == cudaSuccess) error = cudaFree(it->second.own);
+    if (error != cudaSuccess) problem = Describe("releasing the group", error);
+    it = registry.erase(it);
+  }
+  return problem;
+}
+
+std::string Find(int64_t serial, int device, int64_t fingerprint, OpenRank* rank) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = Registry().find({serial, device});
+  const std::string group = "group " + std::to_string(serial);
+  if (found == Registry().end() || !found->second.connected) {
+    return "expected an open " + group + " on device " + std::to_string(device) +
+           ", got none; it was closed, or this program is from another process: make a group and compile again";
+  }
+  if (found->second.open.fingerprint != fingerprint) {
+    return "expected a program compiled for " + group + " of this process, got one for other numbers; compile again";
+  }
+  *rank = found->second.open;
+  return "";
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,48 @@
+// Symmetric memory: the same byte layout on every rank of a group, each rank's reachable from all its peers.
+//
+// One registry holds every open group of this process. A group is known by its serial; a rank of it by the CUDA device
+// that it runs on, of which one group has at most one in a process.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cuda/buffer_layout.h"
+
+namespace jax_ep {
+
+// What a rank tells the others of its memory.
+struct MemoryName {
+  int64_t process;     // id of the process that owns it
+  int64_t address;     // its address there
+  int32_t device;      // its CUDA device there
+  std::string handle;  // CUDA IPC handle, for other processes
+};
+
+// What a handler needs to launch for a rank.
+struct OpenRank {
+  Peers peers;
+  int64_t fingerprint;  // of the group's numbers, as the caller of Connect had them
+  int64_t timeout_ns;
+  int32_t num_sms;
+};
+
+// All return an empty string, or what went wrong.
+
+// Allocates and clears this rank's memory.
+std::string Allocate(int64_t serial, int device, const GroupShape& shape, MemoryName* name);
+
+// Reaches all ranks' memory, in rank order, and loads the kernels. After all ranks have allocated.
+std::string Connect(int64_t serial, int device, int rank, const std::vector<MemoryName>& names, int64_t fingerprint,
+                    int64_t timeout_ns, int num_sms);
+
+// Gives back what the group holds in this process. Its executables fail from then on.
+std::string Release(int64_t serial);
+
+// The rank of an open group on a device.
+std::string Find(int64_t serial, int device, int64_t fingerprint, OpenRank* rank);
+
+}  // namespace jax_ep

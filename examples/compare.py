@@ -1,0 +1,116 @@
+"""The two comparisons of train_moe.py: the same losses as a dense computation, and the time of a plain network."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import plots
+from checkpoint import History
+
+import jax_ep
+from jax_ep.bench.record import Record, Result
+
+FIRST_BOUND = 1e-5
+"""Most that the losses of the first step may differ, in nats a byte: the same function of the same weights.
+
+It is not zero: jax_ep adds the results of a token's experts rank by rank, a dense computation in the order of its
+matmul, and float32 sums depend on their order by some 1e-7 of their size."""
+
+BOUND = 0.05
+"""Most that the losses of any step may differ, in nats a byte.
+
+Training amplifies that first difference: a step changes the weights by the gradient's rounding too, and once a byte
+whose two best experts are nearly tied goes to the other one, the runs take slightly different ways. A wrong exchange
+is far above: without its experts the model's loss differs by more than this within the first steps."""
+
+STEP_TARGET = 1.5
+"""Most that a step of the MoE should take, over one of the plain network."""
+
+
+def conclude_dense(out: Path, history: History, dense: History) -> bool:
+    """Write compare_dense.png, history_dense.json and keys of metrics.json; whether both bounds hold."""
+    difference = np.abs(np.subtract(history.loss, dense.loss))
+    first, largest = float(difference[0]), float(difference.max())
+    holds = first <= FIRST_BOUND and largest <= BOUND
+    metrics = json.loads((out / "metrics.json").read_text())
+    metrics |= {
+        "dense_heldout_loss_nats": dense.heldout[-1][1],
+        "dense_first_difference_nats": first,
+        "dense_first_bound_nats": FIRST_BOUND,
+        "dense_largest_difference_nats": largest,
+        "dense_bound_nats": BOUND,
+    }
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (out / "history_dense.json").write_text(json.dumps(dataclasses.asdict(dense)) + "\n")
+    plots.plot_dense(out / "compare_dense.png", history, dense, BOUND)
+    print(f"""
+jax_ep against every expert on every byte, masked: the loss differs
+  in the first step by {first:.1e} nats a byte (bound {FIRST_BOUND:g})
+  in any step by at most {largest:.1e} (bound {BOUND:g}): {"equal" if holds else "NOT EQUAL"}
+  {out / "compare_dense.png"}: the curves lie on each other""")
+    return holds
+
+
+def time_in_turn(steps: Mapping[str, Callable[[int], None]], runs: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Seconds of each of `runs` calls of each of `steps`, which take turns, so that all meet the same weather.
+
+    Args:
+      steps: by name, functions that do the step of that number and wait for its end.
+      runs: calls of each to time.
+      warm_up: calls of each before, which compile.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(warm_up + runs):
+        names = sorted(steps, reverse=bool(number % 2))
+        for name in names:
+            start = time.perf_counter()
+            steps[name](number)
+            if number >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def conclude_ffn(options: argparse.Namespace, group: jax_ep.Group, seconds: Mapping[str, list[float]]) -> None:
+    """Write the record and compare_ffn.png of the times of "moe" and "ffn", and say what they show."""
+    setting = (
+        f"train_moe.py --compare-ffn, {options.layers} layers, sequence {options.sequence}, whole step (forward, "
+        f"backward, AdamW), runs in turn, load {os.getloadavg()[0]:.1f}"
+    )
+    notes = {
+        "moe": f"experts {options.intermediate} wide, capacity factor {options.capacity_factor:g}; {setting}",
+        "ffn": f"a plain gated network {options.top_k * options.intermediate} wide, data-parallel; {setting}",
+    }
+    results = [
+        Result.of_times(
+            seconds[name],
+            op="moe_step",
+            implementation=implementation,
+            ranks=group.num_ranks,
+            tokens=group.max_tokens,
+            hidden=group.hidden,
+            top_k=group.top_k,
+            num_experts=group.num_experts,
+            dtype=group.dtype.name,
+            row_order="expert",
+            note=notes[name],
+        )
+        for name, implementation in (("moe", group.implementation), ("ffn", "ffn"))
+    ]
+    record = Record.here(results).write(options.records, "moe_step")
+    plots.plot_step_times(options.out / "compare_ffn.png", results, STEP_TARGET)
+    moe, ffn = results
+    for result in results:
+        print(
+            f"{result.implementation:10} {result.median_us / 1000:8.1f} ms a step "
+            f"(p10 {result.p10_us / 1000:.1f}, p90 {result.p90_us / 1000:.1f})"
+        )
+    print(f"""MoE over plain network: {moe.median_us / ffn.median_us:.2f} (target: at most {STEP_TARGET:g})
+  {options.out / "compare_ffn.png"}: both times
+  {record}: the record""")

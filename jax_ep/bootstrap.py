@@ -1,0 +1,154 @@
+"""Opening symmetric memory for a group: which devices can, and how its ranks learn of each other's memory.
+
+Names of memory travel over JAX's own CPU devices (gloo between processes); nothing here listens on a socket, and a CUDA
+IPC handle reaches the job's processes only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ep import _native
+from jax_ep.config import GroupConfig
+from jax_ep.topology import member_devices
+
+GROUP_KERNELS = ("jax_ep_group_layout", "jax_ep_dispatch", "jax_ep_combine")
+_DEFAULT_SMS = 64
+_HOST_WORDS = 2  # of a record: device id and host
+_NAME_WORDS = 3  # process, address, device
+
+
+def why_not(mesh: Any, axes: tuple[str, ...], config: GroupConfig) -> str | None:
+    """Why the kernels cannot run for this group, in words, or None if they can. Starts the backend of the mesh only."""
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return "the mesh is abstract: it names no devices"
+    platforms = {device.platform for device in mesh.devices.flat}
+    if platforms != {"gpu"}:
+        return f"the mesh's devices are {', '.join(sorted(platforms))}, not CUDA GPUs"
+    module, reason = _native.load()
+    if module is None or not set(GROUP_KERNELS) <= set(_native.build_info()["kernels"]):
+        return f"this build of jax_ep has no CUDA kernels for dispatch and combine ({reason})"
+    if config.num_ranks > module.max_ranks:
+        return f"the group has {config.num_ranks} ranks, and the kernels take {module.max_ranks}"
+    if config.top_k > module.max_top_k:
+        return f"top_k is {config.top_k}, and the kernels take {module.max_top_k}"
+    row_bytes = config.hidden * config.dtype.itemsize
+    if row_bytes % 16:
+        step = 16 // config.dtype.itemsize
+        padded = -(-config.hidden // step) * step
+        return f"rows of {row_bytes} bytes are no multiple of 16; pad hidden from {config.hidden} to {padded}"
+    for device in _local_members(mesh):
+        facts = module.device_facts(device.local_hardware_id)
+        if facts["compute_capability"] != (9, 0):
+            return f"{device} has compute capability {facts['compute_capability']}, and the kernels are for (9, 0)"
+    for members in member_devices(mesh.devices, mesh.axis_names, axes):
+        local = [d for d in members if d.process_index == jax.process_index()]
+        for device in local:
+            for peer in local:
+                if not module.can_reach(device.local_hardware_id, peer.local_hardware_id):
+                    return f"{device} cannot reach the memory of {peer}"
+    hosts = {int(host) for host in _gather_records(np.array([[0, _host()]], np.int64))[:, 1]}
+    if len(hosts) > 1:
+        return f"its processes run on {len(hosts)} hosts, and the kernels reach within one"
+    return None
+
+
+def group_bytes(config: GroupConfig) -> int:
+    """Bytes of symmetric memory that a group of these numbers holds on each rank."""
+    return int(_native.require().group_bytes(*_shape(config)))
+
+
+def open_group(
+    serial: int,
+    mesh: jax.sharding.Mesh,
+    axes: tuple[str, ...],
+    config: GroupConfig,
+    *,
+    fingerprint: int,
+    timeout_s: float,
+    num_sms: int | None,
+) -> None:
+    """Allocates the memory of this process's ranks and reaches that of all others. Every process calls it alike.
+
+    Raises:
+      RuntimeError: memory cannot be had or reached; with the bytes wanted and what makes them fewer.
+    """
+    module = _native.require()
+    local = _local_members(mesh)
+    records = []
+    for device in local:
+        process, address, ordinal, handle = module.allocate_group(serial, device.local_hardware_id, *_shape(config))
+        words = np.array([device.id, _host(), process, address, ordinal], np.int64)
+        records.append(np.concatenate([words, np.frombuffer(handle, np.int64)]))
+    everyone = {int(record[0]): record for record in _gather_records(np.stack(records))}
+    for members in member_devices(mesh.devices, mesh.axis_names, axes):
+        names = [_name(everyone[device.id]) for device in members]
+        for rank, device in enumerate(members):
+            if device.process_index != jax.process_index():
+                continue
+            ordinal = device.local_hardware_id
+            sms = num_sms or min(_DEFAULT_SMS, module.device_facts(ordinal)["num_sms"])
+            module.connect_group(serial, ordinal, rank, names, fingerprint, timeout_s, sms)
+    _gather_records(np.zeros((1, 1), np.int64))  # nobody launches before all are connected
+
+
+def close_group(serial: int) -> None:
+    """Frees what `open_group` took in this process."""
+    _native.require().release_group(serial)
+
+
+def fingerprint(config: GroupConfig, axes: tuple[str, ...]) -> int:
+    """A number that is equal for equal groups, in every process."""
+    digest = hashlib.sha256(repr((config, axes)).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _shape(config: GroupConfig) -> tuple[int, int, int, int, int]:
+    return config.num_ranks, config.max_tokens, config.top_k, config.hidden, config.dtype.itemsize
+
+
+def _local_members(mesh: jax.sharding.Mesh) -> list[Any]:
+    return [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+
+
+def _name(record: np.ndarray) -> tuple[int, int, int, bytes]:
+    process, address, ordinal = (int(word) for word in record[_HOST_WORDS : _HOST_WORDS + _NAME_WORDS])
+    return process, address, ordinal, record[_HOST_WORDS + _NAME_WORDS :].tobytes()
+
+
+def _host() -> int:
+    digest = hashlib.sha256(socket.gethostname().encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _gather_records(records: np.ndarray) -> np.ndarray:
+    """The rows of all processes, each with as many, in process order; int64 [n, words] to [n · processes, words]."""
+    if jax.process_count() == 1:
+        return records
+    first_of_process: dict[int, Any] = {}
+    for device in jax.devices("cpu"):
+        first_of_process.setdefault(device.process_index, device)
+    if len(first_of_process) < jax.process_count():
+        raise RuntimeError(
+            f"create_group: expected a CPU device in each of {jax.process_count()} processes, to tell them of each "
+            f"other's memory, got them in {len(first_of_process)}; set JAX_PLATFORMS=cuda,cpu and "
+            'jax.config.update("jax_cpu_collectives_implementation", "gloo") before jax.distributed.initialize'
+        )
+    devices = [first_of_process[process] for process in sorted(first_of_process)]
+    mesh = jax.sharding.Mesh(np.array(devices), ("process",))
+    words = records.view(np.int32).reshape(1, *records.shape, 2)  # int64 would need x64
+    shape = (len(devices), *words.shape[1:])
+    whole = jax.make_array_from_single_device_arrays(
+        shape,
+        NamedSharding(mesh, P("process")),
+        [jax.device_put(words, first_of_process[jax.process_index()])],
+    )
+    gathered = jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, P()))(whole)
+    return np.ascontiguousarray(np.asarray(gathered)).view(np.int64).reshape(-1, records.shape[1])
