@@ -58,6 +58,9 @@ def gpus() -> list[jax.Device]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--processes", type=int, default=1, metavar="N", help="run in N processes under jax.distributed")
+    parser.addoption(
+        "--on", choices=("cpu", "gpu"), default="cpu", help="devices of the tests that take theirs from tests/world.py"
+    )
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
@@ -75,6 +78,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped, with the reason, where there is none")
     config.addinivalue_line("markers", "processes: runs in several processes, too (pytest --processes 2)")
+    world.platform = config.option.on
+    if world.platform == "gpu":  # float32 means float32: the default would be TF32
+        jax.config.update("jax_default_matmul_precision", "highest")
     if world.COUNT > 1:
         world.join()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -20,6 +21,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)```$", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAME = re.compile(r"`(\w+)`")
+# A time, a rate, a speed-up: what only a record can say.
+SPEED = re.compile(r"\d (?:µs|us|ms|[GT]B/s|tokens/s|TFLOPS?)\b|\d ?(?:x|times|×) (?:faster|slower)")
+RECORD = re.compile(r"\]\([^)\s]*benchmarks/results/[^)\s]+\.json\)")
 
 
 class Block(NamedTuple):
@@ -82,13 +86,19 @@ def section(text: str, heading: str) -> str:
     return text.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
 
 
+def figures_without_record(text: str) -> list[str]:
+    """Lines that state a speed in a section of a page that links no record."""
+    sections = re.split(r"^#+ ", FENCE.sub("", text), flags=re.MULTILINE)
+    return [line for part in sections if not RECORD.search(part) for line in part.splitlines() if SPEED.search(line)]
+
+
 def first_column(text: str) -> list[str]:
     return [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
 
 
 def test_programs_run() -> None:
     pages = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
-    for name in ("README.md", "docs/semantics.md", "docs/architecture.md"):
+    for name in ("README.md", "docs/semantics.md", "docs/architecture.md", "docs/moe-layer.md"):
         assert runnable(pages[name]), f"{name}: no program was found"
     done = run(pages)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -139,3 +149,31 @@ def test_layers_table_is_the_one_enforced() -> None:
     table = section((ROOT / "docs" / "architecture.md").read_text(), "## Layers")
     rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
     assert {NAME.findall(row[1])[0]: tuple(NAME.findall(row[3])) for row in rows} == BELOW
+
+
+@pytest.mark.parametrize(
+    ("heading", "described"),
+    [("## Options", jax_ep.MoEConfig), ("## Tokens and weights on the mesh", jax_ep.MoESharding)],
+    ids=lambda part: getattr(part, "__name__", ""),
+)
+def test_every_option_of_the_layer_is_described(heading: str, described: type) -> None:
+    table = section((ROOT / "docs" / "moe-layer.md").read_text(), heading)
+    assert set(NAME.findall(" ".join(first_column(table)))) == {field.name for field in dataclasses.fields(described)}
+
+
+def test_every_statistic_is_described() -> None:
+    table = section((ROOT / "docs" / "moe-layer.md").read_text(), "## Losses and statistics")
+    public = {name for name in dir(jax_ep.MoEStats) if not name.startswith("_")}
+    public |= {field.name for field in dataclasses.fields(jax_ep.MoEStats)}
+    assert set(NAME.findall(" ".join(first_column(table)))) == public
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_no_figure_without_its_record(page: Path) -> None:
+    assert figures_without_record(page.read_text()) == []
+
+
+def test_a_figure_without_a_record_is_found() -> None:
+    record = "[record](../benchmarks/results/layout-cpu2-20260101T000000Z.json)"
+    page = f"# A\nIt takes 12.5 us.\n# B\n{record}: 3 ms, 4 GB/s\n# C\n2 minutes, 1.5× the rows, 2 times faster"
+    assert figures_without_record(page) == ["It takes 12.5 us.", "2 minutes, 1.5× the rows, 2 times faster"]

@@ -18,7 +18,7 @@ from jax_ep.experts import ExpertParams, apply_experts
 
 pytestmark = pytest.mark.processes
 
-TOKENS, HIDDEN, INTERMEDIATE, TOP_K = 12, 20, 24, 3
+TOKENS, HIDDEN, INTERMEDIATE, TOP_K = 12, 24, 24, 3
 
 # fp32: what issue, paper and users want to hold. bf16: eight bits of mantissa, rounded at the tokens, the experts'
 # three matmuls and the two sums of combine, forward and backward: 2**-8 each, in the worst case in line.

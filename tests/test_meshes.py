@@ -20,7 +20,7 @@ import jax_ep
 
 pytestmark = pytest.mark.processes
 
-TOKENS, TOP_K, HIDDEN = 4, 2, 3
+TOKENS, TOP_K, HIDDEN = 4, 2, 4
 
 
 def draw(tokens: int, experts: int, seed: int = 0, top_k: int = TOP_K):

@@ -94,7 +94,7 @@ def test_the_kernel_equals_the_numpy_loop(shape):
 
 
 def make_group(**changes):
-    mesh = world.mesh(2)
+    mesh = world.mesh(2, on="cpu")
     sizes = {"max_tokens": 8, "hidden": 4, "num_experts": 6, "top_k": 2, "dtype": "float32"}
     return mesh, jax_ep.create_group(mesh, "ep", **{**sizes, **changes})
 

@@ -79,7 +79,6 @@ def test_gpus_get_the_ragged_exchange(inputs: tuple) -> None:
     layer = functools.partial(script.by_hand, num_experts=16, ragged=True)
     lowered = script.make_step(layer, mesh).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("ragged_all_to_all") >= 4  # there and back, forward and backward
-    assert "stablehlo.all_to_all" not in lowered
 
 
 def test_says_that_both_are_equal(main, capsys: pytest.CaptureFixture[str]) -> None:

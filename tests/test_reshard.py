@@ -66,9 +66,9 @@ def functional(place, seed):
         "params": jax.tree.map(lambda a, spec: world.put(mesh, tuple(spec), a), params, specs),
         "bias": world.put(mesh, (), bias),
     }
-    layer = functools.partial(moe.apply, config=CONFIG, group=group, sharding=sharding)
+    layer = jax.jit(functools.partial(moe.apply, config=CONFIG, group=group, sharding=sharding))
     x = tokens(mesh, group, sharding)
-    return state, lambda state: jax.jit(layer)(state["params"], x, state["bias"])
+    return state, lambda state: layer(state["params"], x, state["bias"])
 
 
 def flax_module(place, seed):
@@ -85,12 +85,13 @@ def flax_module(place, seed):
 
     module = make()
     x = tokens(mesh, group, sharding)
+    layer = nnx.jit(lambda module, x: module(x))
 
     def call(arrays):
         state = nnx.state(module)
         nnx.replace_by_pure_dict(state, arrays)
         nnx.update(module, state)
-        return nnx.jit(lambda module, x: module(x))(module, x)
+        return layer(module, x)
 
     return nnx.to_pure_dict(nnx.state(module)), call
 

@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 PATIENCE = 200.0  # seconds for what another process is about to say: less than a test may take, more than it does
 COUNT, NUMBER = int(os.environ.get(processes.COUNT, "1")), int(os.environ.get(processes.NUMBER, "0"))
 
+platform = "cpu"  # of devices where a test asks for none: `pytest --on gpu`
+
 _fetches: collections.Counter[str] = collections.Counter()  # of each test
 _said = ""  # the key of this process's last message
 
@@ -35,14 +37,15 @@ def join() -> None:
     )
 
 
-def devices(count: int, platform: str = "cpu") -> list[jax.Device]:
+def devices(count: int, on: str | None = None) -> list[jax.Device]:
     """`count` devices, taken from the processes in turn, so that every process has some to run on."""
-    of_process = [[d for d in jax.devices(platform) if d.process_index == p] for p in range(COUNT)]
+    on = on or platform
+    of_process = [[d for d in jax.devices(on) if d.process_index == p] for p in range(COUNT)]
     in_turn = [d for row in itertools.zip_longest(*of_process) for d in row if d is not None]
     if count < COUNT:
         pytest.skip(f"{count} devices for {COUNT} processes: some would have nothing to run")
     if count > len(in_turn):
-        pytest.skip(f"needs {count} {platform} devices, and there are {len(in_turn)}")
+        pytest.skip(f"needs {count} {on} devices, and there are {len(in_turn)}")
     return in_turn[:count]
 
 
@@ -50,11 +53,11 @@ def mesh(
     shape: tuple[int, ...] | int,
     axes: tuple[str, ...] = ("ep",),
     kind: AxisType = AxisType.Auto,
-    platform: str = "cpu",
+    on: str | None = None,
 ) -> jax.sharding.Mesh:
     """A mesh of devices of this shape."""
     shape = (shape,) if isinstance(shape, int) else shape
-    grid = np.array(devices(int(np.prod(shape)), platform)).reshape(shape)
+    grid = np.array(devices(int(np.prod(shape)), on)).reshape(shape)
     return jax.sharding.Mesh(grid, axes, axis_types=(kind,) * len(axes))
 
 
