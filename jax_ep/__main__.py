@@ -26,6 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layout.add_argument("--runs", type=int, default=50)
     layout.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the record")
     layout.set_defaults(run=_bench_layout)
+    throughput = benchmarks.add_parser(
+        "throughput",
+        help="dispatch and combine of many tokens on all local devices",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    throughput.add_argument("--tokens", type=int, nargs="+", default=[4096], help="tokens of each rank")
+    throughput.add_argument("--hidden", type=int, default=7168)
+    throughput.add_argument("--experts", type=int, default=256)
+    throughput.add_argument("--top-k", type=int, default=8)
+    throughput.add_argument("--sms", type=int, nargs="+", default=[0], help="SMs of a kernel; 0 for the group's choice")
+    throughput.add_argument("--implementation", choices=("auto", "cuda", "reference"), default="auto")
+    throughput.add_argument("--runs", type=int, default=15)
+    throughput.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the record")
+    throughput.set_defaults(run=_bench_throughput)
     options = parser.parse_args(arguments)
     return options.run(options)
 
@@ -38,18 +52,27 @@ def _bench_layout(options: argparse.Namespace) -> int:
     return _report("layout", results, options.out)
 
 
+def _bench_throughput(options: argparse.Namespace) -> int:
+    from jax_ep.bench import throughput
+    from jax_ep.bench.record import Result
+
+    results: list[Result] = []
+    for number, (tokens, sms) in enumerate((t, s) for t in options.tokens for s in options.sms):
+        sizes = throughput.Sizes(tokens, options.hidden, options.experts, options.top_k, sms)
+        results += throughput.run(
+            sizes, implementation=options.implementation, runs=options.runs, peers=number % len(options.sms) == 0
+        )
+    return _report("throughput", results, options.out)
+
+
 def _report(benchmark: str, results: list, folder: Path) -> int:
     from jax_ep.bench.record import Record
 
-    print(
-        f"{'op':10} {'implementation':16} {'order':7} {'ranks':>5} {'tokens':>7} {'median us':>10} {'p10':>9} "
-        f"{'p90':>9}"
-    )
+    columns = "{:10} {:18} {:13} {:7} {:>5} {:>7} {:>5} {:>10} {:>10} {:>10}"
+    print(columns.format("op", "implementation", "dtype", "order", "ranks", "tokens", "SMs", "median us", "p10", "p90"))
     for r in results:
-        print(
-            f"{r.op:10} {r.implementation:16} {r.row_order:7} {r.ranks:5} {r.tokens:7} "
-            f"{r.median_us:10.1f} {r.p10_us:9.1f} {r.p90_us:9.1f}"
-        )
+        times = (f"{us:.1f}" for us in (r.median_us, r.p10_us, r.p90_us))
+        print(columns.format(r.op, r.implementation, r.dtype, r.row_order, r.ranks, r.tokens, r.num_sms or "-", *times))
     print(f"record: {Record.here(results).write(folder, benchmark)}")
     return 0
 
