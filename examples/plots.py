@@ -78,8 +78,11 @@ def plot_expert_load(path: Path, history: History, columns: int = 160) -> None:
     figure.savefig(path, dpi=150)
 
 
-def plot_dense(path: Path, history: History, dense: History, bound: float) -> None:
-    """Training losses of jax_ep and of the dense computation above their difference, with its bound as a level."""
+def plot_dense(path: Path, history: History, dense: History, same: int, bounds: tuple[float, float]) -> None:
+    """Training losses of jax_ep and of the dense computation, and below how they differ.
+
+    `bounds` are those of the first `same` steps, which pick the same experts, and of all.
+    """
     figure = Figure(figsize=(8, 6), layout="constrained")
     curves, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     steps = np.arange(1, history.steps + 1)
@@ -91,8 +94,20 @@ def plot_dense(path: Path, history: History, dense: History, bound: float) -> No
     curves.legend(frameon=False, loc="upper right")
     difference = np.abs(np.subtract(history.loss, dense.loss))
     below.semilogy(steps, np.maximum(difference, 1e-8), color=BLUE, linewidth=1)
-    below.set_ylim(5e-9, 10 * bound)
-    _level(below, bound, ":", f"bound: {bound:g}")
+    below.set_ylim(5e-9, 10 * bounds[1])
+    below.set_xlim(0, history.steps)
+    _level(below, bounds[1], ":", f"bound: {bounds[1]:g}")
+    below.hlines(bounds[0], 0, same, color=GREY, linestyle=":", linewidth=1)
+    below.annotate(
+        f"bound while picks\nare the same: {bounds[0]:g}",
+        (0, bounds[0]),
+        (4, 3),
+        color=GREY,
+        textcoords="offset points",
+    )
+    if same < history.steps:
+        below.axvline(same, color=ORANGE, linewidth=1)
+        below.annotate("the first pick moves", (same, 1e-8), (5, 0), color=ORANGE, textcoords="offset points")
     below.set_ylabel("difference (nats a byte)")
     below.set_xlabel("step")
     for axes in (curves, below):

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_ep import moe
 from jax_ep.experts import GroupedMatmul
@@ -14,6 +16,11 @@ from jax_ep.group import Group
 from jax_ep.moe import MoEConfig, MoEParams, MoEStats
 from jax_ep.router import update_bias
 from jax_ep.sharding import MoESharding
+
+
+def _lay(array: jax.Array, spec: P, group: Group) -> jax.Array:
+    # Flax takes a spec that names no axis for none at all, and would leave the array on one device.
+    return jax.device_put(array, NamedSharding(group.mesh, spec))
 
 
 class ExpertBias(nnx.Variable):
@@ -68,8 +75,8 @@ class MoE(nnx.Module):
         paths = [path for path, _ in jax.tree.leaves_with_path(params)]
         self._names = tuple(jax.tree_util.keystr(path, simple=True, separator="_") for path in paths)
         for name, leaf, spec in zip(self._names, leaves, jax.tree.leaves(specs), strict=True):
-            setattr(self, name, nnx.Param(leaf, out_sharding=tuple(spec), mesh=group.mesh))
-        zeros = jnp.zeros(config.num_experts, jnp.float32)
+            setattr(self, name, nnx.Param(_lay(leaf, spec, group), out_sharding=tuple(spec), mesh=group.mesh))
+        zeros = _lay(jnp.zeros(config.num_experts, jnp.float32), P(), group)
         self.bias = ExpertBias(zeros, out_sharding=(), mesh=group.mesh) if config.use_bias else None
 
     def params(self) -> MoEParams:

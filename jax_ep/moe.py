@@ -128,7 +128,8 @@ class MoEStats:
       num_dropped: [] int32, rows refused for want of capacity.
       num_invalid: [] int32, picks that named no expert.
       balance_loss: [] float32, Switch-style, 1 for a perfect balance: `jax_ep.load_balance_loss`. Without a factor.
-      sequence_loss: [] float32, DeepSeek-V3's, config.sequence_factor included; of the last two axes of x.
+      sequence_loss: [] float32, DeepSeek-V3's, config.sequence_factor included. A sequence is the last two axes of
+        x as the rank has them: of x split along the sequence, or of [T, H], each rank's piece counts as one.
       z_loss: [] float32: `jax_ep.z_loss`. Without a factor.
     """
 
@@ -253,17 +254,17 @@ def _apply_local(
     routing = config.route(logits, bias)
     tokens = x.reshape(-1, config.hidden)
     index, weights = (leaf.reshape(-1, config.top_k) for leaf in (routing.index, routing.weights))
-    experts = _gather_experts(params.experts, sharding)
+    # Cast first: what is gathered is then what is used, in half the bytes where tokens are of half the width.
+    experts = _gather_experts(jax.tree.map(lambda weight: weight.astype(x.dtype), params.experts), sharding)
 
     same = sharding.same_tokens_axes(group.axis)
     mine = take_share((tokens, index, weights), same, (0, -1, 0)) if same else (tokens, index, weights)
     out, dropped, invalid = _exchange(experts, *mine, config=config, group=group, sharding=sharding, matmul=matmul)
     out = join_shares(out, same, tokens.shape[0]) if same else out
     if params.shared is not None:
+        part = jax.tree.map(lambda weight: weight.astype(x.dtype), params.shared)
         shared = SharedParams(
-            gather(params.shared.gate, sharding.fsdp, 0),
-            gather(params.shared.up, sharding.fsdp, 0),
-            gather(params.shared.down, sharding.fsdp, 1),
+            gather(part.gate, sharding.fsdp, 0), gather(part.up, sharding.fsdp, 0), gather(part.down, sharding.fsdp, 1)
         )
         out = out + apply_shared(shared, tokens, gate=GATES[config.activation])
     if sharding.tp:  # every tp rank has a part of each sum over F; in float32, as a matmul would add them

@@ -130,6 +130,8 @@ def test_the_module_is_the_functional_layer_and_its_bias_is_not_trained():
     layer, group = config(score="sigmoid", use_bias=True), make_group(mesh)
     module = MoE(layer, group, rngs=nnx.Rngs(3))
     assert module.experts_gate[...].sharding.spec[0] == "ep"
+    for everywhere in (module.router[...], module.bias[...]):
+        assert everywhere.sharding.is_fully_replicated and everywhere.sharding.device_set == set(mesh.devices.flat)
     bias = jnp.linspace(-0.2, 0.2, EXPERTS)
     module.bias[...] = bias
     x = tokens()
