@@ -55,6 +55,9 @@ struct Vector {
   }
 };
 
+// Rows whose loads are under way together.
+constexpr int kRowsAtOnce = 4;
+
 __device__ constexpr int64_t Stamp(int64_t epoch, int rank) { return epoch * 256 + rank; }
 
 // Sums this rank's rows of each token of each rank and pushes them, one warp a pair.
@@ -82,22 +85,33 @@ __device__ void PushSums(const Peers& peers, const CombineArgs& a, int64_t epoch
     // A place no other rank uses: this rank's own, or that of the token's first pick here.
     const int place = layout.shape.ranks < layout.shape.top_k ? peers.rank : __ffs(picked) - 1;
     int4* to = reinterpret_cast<int4*>(theirs + layout.sums_at() + (token * partials + place) * layout.row_bytes());
+    const int count = __popc(lanes);
+    // Lane i knows the i-th of the rows to add, k ascending, and its weight.
+    const int nth = lane < count ? static_cast<int>(__fns(lanes, 0, lane + 1)) : 0;
+    const int row_of_nth = __shfl_sync(kAllLanes, slot, nth);
+    const float weight_of_nth = __shfl_sync(kAllLanes, weight, nth);
     for (int v0 = 0; v0 < vectors; v0 += kWarpSize) {
-      const int v = v0 + lane;
+      const int v = min(v0 + lane, vectors - 1);
       Vector<T> sum;
-      for (unsigned left = lanes; left != 0; left &= left - 1) {
-        const int k = __ffs(left) - 1;
-        const int64_t row = __shfl_sync(kAllLanes, slot, k);
-        const float scale = __shfl_sync(kAllLanes, weight, k);
-        if (v >= vectors) continue;
-        const int4 bits = static_cast<const int4*>(a.rows)[row * vectors + v];
-        if (a.row_weights != nullptr) {
-          sum.AddProduct(bits, scale);
-        } else {
-          sum.Add(bits);
+      for (int i0 = 0; i0 < count; i0 += kRowsAtOnce) {
+        int4 bits[kRowsAtOnce];
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+          const int64_t row = __shfl_sync(kAllLanes, row_of_nth, min(i0 + i, count - 1));
+          if (i0 + i < count) bits[i] = static_cast<const int4*>(a.rows)[row * vectors + v];
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+          const float scale = __shfl_sync(kAllLanes, weight_of_nth, min(i0 + i, count - 1));
+          if (i0 + i >= count) continue;
+          if (a.row_weights != nullptr) {
+            sum.AddProduct(bits[i], scale);
+          } else {
+            sum.Add(bits[i]);
+          }
         }
       }
-      if (v < vectors) to[v] = sum.Rounded();
+      if (v0 + lane < vectors) to[v] = sum.Rounded();
     }
     if (lane == 0) {
       auto* stamps = reinterpret_cast<volatile int64_t*>(theirs + layout.stamps_at());
@@ -122,17 +136,32 @@ __device__ void SumPartials(const Peers& peers, const CombineArgs& a, int64_t ep
       const int64_t stamp = LoadPeerWord(stamps + token * partials + lane);
       if (stamp / 256 == epoch) from = static_cast<int>(stamp % 256);
     }
+    // Lane i gets the place of the i-th partial, ranks ascending.
+    const int count = __popc(__ballot_sync(kAllLanes, from != kNone));
+    int place_of_nth = 0;
+    for (int i = 0; i < count; ++i) {
+      const int least = __reduce_min_sync(kAllLanes, from);
+      const int place = __ffs(__ballot_sync(kAllLanes, from == least)) - 1;
+      if (lane == i) place_of_nth = place;
+      if (lane == place) from = kNone;
+    }
+    const char* sums = mine + layout.sums_at() + token * partials * layout.row_bytes();
     for (int v0 = 0; v0 < vectors; v0 += kWarpSize) {
-      const int v = v0 + lane;
+      const int v = min(v0 + lane, vectors - 1);
       Vector<T> sum;
-      int left = from;
-      for (int rank = __reduce_min_sync(kAllLanes, left); rank != kNone; rank = __reduce_min_sync(kAllLanes, left)) {
-        const int place = __ffs(__ballot_sync(kAllLanes, left == rank)) - 1;
-        if (lane == place) left = kNone;
-        const char* partial = mine + layout.sums_at() + (token * partials + place) * layout.row_bytes();
-        if (v < vectors) sum.Add(LoadPeer(reinterpret_cast<const int4*>(partial) + v));
+      for (int i0 = 0; i0 < count; i0 += kRowsAtOnce) {
+        int4 bits[kRowsAtOnce];
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+          const int place = __shfl_sync(kAllLanes, place_of_nth, min(i0 + i, count - 1));
+          if (i0 + i < count) bits[i] = LoadPeer(reinterpret_cast<const int4*>(sums + place * layout.row_bytes()) + v);
+        }
+#pragma unroll
+        for (int i = 0; i < kRowsAtOnce; ++i) {
+          if (i0 + i < count) sum.Add(bits[i]);
+        }
       }
-      if (v < vectors) static_cast<int4*>(a.out)[token * vectors + v] = sum.Rounded();
+      if (v0 + lane < vectors) static_cast<int4*>(a.out)[token * vectors + v] = sum.Rounded();
     }
   }
 }

@@ -47,19 +47,57 @@ __device__ void CopyRow(const int4* from, int4* rows, int vectors, int slot, uns
   }
 }
 
+// Where a rank's tokens, scales and weights are read.
+struct Source {
+  const char* tokens;
+  const uint32_t* scales;
+  const uint32_t* weights;
+};
+
+// Brings the tokens of one rank, of which this rank has rows, to these rows: one warp a token.
+__device__ void Pull(const Workers& w, const DispatchArgs& a, int rank, const Source& from) {
+  const int vectors = a.row_bytes / 16;
+  for (int64_t token = w.warp; token < a.tokens; token += w.warps) {
+    const int32_t* slots = a.slots + (int64_t{rank} * a.tokens + token) * a.top_k;
+    const int slot = w.lane < a.top_k ? slots[w.lane] : -1;
+    const unsigned picked = __ballot_sync(kAllLanes, slot >= 0);
+    if (picked == 0) continue;
+    // In rank order all picks of a token have the same row.
+    const unsigned lanes = a.order == RowOrder::kRank ? picked & -picked : picked;
+    CopyRow(reinterpret_cast<const int4*>(from.tokens) + token * vectors, static_cast<int4*>(a.rows), vectors, slot,
+            lanes, w.lane);
+    for (int i = w.lane; i < a.scale_words; i += kWarpSize) {
+      const uint32_t scale = LoadPeerWord(from.scales + token * a.scale_words + i);
+      for (unsigned left = lanes; left != 0; left &= left - 1) {
+        a.row_scales[int64_t{slots[__ffs(left) - 1]} * a.scale_words + i] = scale;
+      }
+    }
+    if (a.weights == nullptr || w.lane >= a.top_k) continue;
+    const uint32_t weight = slot >= 0 ? LoadPeerWord(from.weights + token * a.top_k + w.lane) : 0;
+    if (a.order == RowOrder::kRank) {
+      a.row_weights[int64_t{slots[__ffs(picked) - 1]} * a.top_k + w.lane] = weight;
+    } else if (slot >= 0) {
+      a.row_weights[slot] = weight;
+    }
+  }
+}
+
 __global__ void __launch_bounds__(kExchangeThreads, 1) Dispatch(Peers peers, Call call, DispatchArgs a) {
   const Workers w = WorkersOfGrid();
-  const int ranks = peers.layout.shape.ranks;
+  const BufferLayout& layout = peers.layout;
+  const int ranks = layout.shape.ranks;
   const int64_t epoch = BeginEpoch(peers);
-  const int64_t staging = peers.layout.staging_at(epoch);
+  const int64_t staging = layout.staging_at(epoch);
   char* mine = peers.base[peers.rank] + staging;
   const int vectors = a.row_bytes / 16;
 
-  Copy(w, static_cast<const int4*>(a.x), reinterpret_cast<int4*>(mine + peers.layout.tokens_at()),
-       int64_t{a.tokens} * vectors);
-  Copy(w, a.scales, reinterpret_cast<uint32_t*>(mine + peers.layout.scales_at()), int64_t{a.tokens} * a.scale_words);
-  if (a.weights != nullptr) {
-    Copy(w, a.weights, reinterpret_cast<uint32_t*>(mine + peers.layout.weights_at()), int64_t{a.tokens} * a.top_k);
+  if (ranks > 1) {
+    Copy(w, static_cast<const int4*>(a.x), reinterpret_cast<int4*>(mine + layout.tokens_at()),
+         int64_t{a.tokens} * vectors);
+    Copy(w, a.scales, reinterpret_cast<uint32_t*>(mine + layout.scales_at()), int64_t{a.tokens} * a.scale_words);
+    if (a.weights != nullptr) {
+      Copy(w, a.weights, reinterpret_cast<uint32_t*>(mine + layout.weights_at()), int64_t{a.tokens} * a.top_k);
+    }
   }
   for (int64_t row = w.thread; row < a.capacity; row += w.threads) a.source[row] = -1;
   Publish(peers, call, epoch);  // all blocks are past the loop above
@@ -67,36 +105,15 @@ __global__ void __launch_bounds__(kExchangeThreads, 1) Dispatch(Peers peers, Cal
   for (int64_t pick = w.thread; pick < picks; pick += w.threads) {
     if (a.slots[pick] >= 0) a.source[a.slots[pick]] = 0;
   }
+  // This rank's own tokens need no staging and no signal: they go while the peers stage.
+  Pull(w, a, peers.rank, {static_cast<const char*>(a.x), a.scales, a.weights});
   WaitForPeers(peers, call, epoch, "dispatch");
-
-  for (int64_t pair = w.warp; pair < int64_t{ranks} * a.tokens; pair += w.warps) {
-    const int slot = w.lane < a.top_k ? a.slots[pair * a.top_k + w.lane] : -1;
-    const unsigned picked = __ballot_sync(kAllLanes, slot >= 0);
-    if (picked == 0) continue;
-    // In rank order all picks of a pair have the same row.
-    const unsigned lanes = a.order == RowOrder::kRank ? picked & -picked : picked;
-    const int64_t token = pair % a.tokens;
-    const char* theirs = peers.base[pair / a.tokens] + staging;
-    CopyRow(reinterpret_cast<const int4*>(theirs + peers.layout.tokens_at()) + token * vectors,
-            static_cast<int4*>(a.rows), vectors, slot, lanes, w.lane);
-    const uint32_t* scales = reinterpret_cast<const uint32_t*>(theirs + peers.layout.scales_at());
-    for (int i = w.lane; i < a.scale_words; i += kWarpSize) {
-      const uint32_t scale = LoadPeerWord(scales + token * a.scale_words + i);
-      for (unsigned left = lanes; left != 0; left &= left - 1) {
-        const int64_t row = a.slots[pair * a.top_k + __ffs(left) - 1];
-        a.row_scales[row * a.scale_words + i] = scale;
-      }
-    }
-    if (a.weights != nullptr && w.lane < a.top_k) {
-      const uint32_t* weights = reinterpret_cast<const uint32_t*>(theirs + peers.layout.weights_at());
-      const uint32_t weight = slot >= 0 ? LoadPeerWord(weights + token * a.top_k + w.lane) : 0;
-      if (a.order == RowOrder::kRank) {
-        const int64_t row = a.slots[pair * a.top_k + __ffs(picked) - 1];
-        a.row_weights[row * a.top_k + w.lane] = weight;
-      } else if (slot >= 0) {
-        a.row_weights[slot] = weight;
-      }
-    }
+  for (int i = 1; i < ranks; ++i) {  // each rank starts at another peer
+    const int rank = (peers.rank + i) % ranks;
+    const char* theirs = peers.base[rank] + staging;
+    Pull(w, a, rank,
+         {theirs + layout.tokens_at(), reinterpret_cast<const uint32_t*>(theirs + layout.scales_at()),
+          reinterpret_cast<const uint32_t*>(theirs + layout.weights_at())});
   }
 
   cooperative_groups::this_grid().sync();  // a.source is complete

@@ -98,12 +98,15 @@ def plot_dense(path: Path, history: History, dense: History, same: int, bounds: 
     below.set_xlim(0, history.steps)
     _level(below, bounds[1], ":", f"bound: {bounds[1]:g}")
     below.hlines(bounds[0], 0, same, color=GREY, linestyle=":", linewidth=1)
+    side = 1 if same < history.steps / 2 else -1
     below.annotate(
-        f"bound while picks\nare the same: {bounds[0]:g}",
-        (0, bounds[0]),
-        (4, 3),
-        color=GREY,
+        f"bound while picks are the same: {bounds[0]:g}",
+        (same, bounds[0]),
+        xytext=(5 * side, -4),
         textcoords="offset points",
+        color=GREY,
+        ha="left" if side > 0 else "right",
+        va="center" if side > 0 else "top",
     )
     if same < history.steps:
         below.axvline(same, color=ORANGE, linewidth=1)

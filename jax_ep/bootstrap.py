@@ -20,7 +20,6 @@ from jax_ep.config import GroupConfig
 from jax_ep.topology import member_devices
 
 GROUP_KERNELS = ("jax_ep_group_layout", "jax_ep_dispatch", "jax_ep_combine")
-_DEFAULT_SMS = 64
 _HOST_WORDS = 2  # of a record: device id and host
 _NAME_WORDS = 3  # process, address, device
 
@@ -94,7 +93,7 @@ def open_group(
             if device.process_index != jax.process_index():
                 continue
             ordinal = device.local_hardware_id
-            sms = num_sms or min(_DEFAULT_SMS, module.device_facts(ordinal)["num_sms"])
+            sms = num_sms or module.device_facts(ordinal)["num_sms"]
             module.connect_group(serial, ordinal, rank, names, fingerprint, timeout_s, sms)
     _gather_records(np.zeros((1, 1), np.int64))  # nobody launches before all are connected
 
