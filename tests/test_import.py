@@ -54,7 +54,8 @@ def test_build_info_starts_no_backend() -> None:
 def test_build_info_names_the_version() -> None:
     info = jax_ep.build_info()
     assert info["version"] == jax_ep.__version__
-    assert info["kernels"] == ()
+    assert bool(info["kernels"]) == (info["cuda"] is not None)
+    assert ("jax_ep_layout" in info["cpu_handlers"]) == (info["extension"] is not None)
     assert (info["extension"] is None) == (info["ffi_api"] is None)
 
 
