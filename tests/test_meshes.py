@@ -91,7 +91,7 @@ def test_24_ranks():
     if jax.process_count() > 1 or world.platform != "cpu":
         pytest.skip("starts a process of its own, with 24 CPU devices")
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=24", "NPROC": "48"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_mesh and 24"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::test_mesh", "-k", "24"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
 
