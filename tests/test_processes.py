@@ -6,8 +6,8 @@ import os
 import re
 import subprocess
 import sys
-import time
 import textwrap
+import time
 from pathlib import Path
 
 import processes
