@@ -36,7 +36,7 @@ class Program:
 
     def __init__(self, case: cases.Case, implementation: Any):
         self.case = case
-        element = 1 if case.wire else cases.DTYPES[case.dtype].itemsize
+        element = 1 if case.wire else np.dtype(cases.DTYPES[case.dtype]).itemsize
         if implementation == "cuda" and case.hidden * element % 16:
             pytest.skip(f"the kernels refuse rows of {case.hidden * element} bytes, which are no multiple of 16")
         self.mesh = world.mesh(case.ranks, on="gpu" if implementation == "cuda" else "cpu")
