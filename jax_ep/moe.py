@@ -29,6 +29,9 @@ from jax_ep.sharding import MoESharding, gather, join_shares, take_share
 # fifth of the rows in the first steps.
 _ROUTER_SCALE = 0.1
 
+CHECKPOINT_NAMES = ("jax_ep_handle", "jax_ep_rows", "jax_ep_combined")
+"""What `MoEConfig.remat`, and any policy of jax.checkpoint, can keep."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
@@ -79,6 +82,11 @@ class MoEConfig:
             raise ValueError(f"MoEConfig activation: expected one of {tuple(GATES)}, got {self.activation!r}")
         if self.weighted not in ("after", "before"):
             raise ValueError(f'MoEConfig weighted: expected "after" or "before", got {self.weighted!r}')
+        names: Any = () if self.remat is None else self.remat
+        if isinstance(names, str) or not set(names) <= set(CHECKPOINT_NAMES):
+            raise ValueError(
+                f"MoEConfig remat: expected None or a tuple of names among {CHECKPOINT_NAMES}, got {self.remat!r}"
+            )
         if self.chunks < 1:
             raise ValueError(f"MoEConfig chunks: expected at least 1, got {self.chunks}")
 
@@ -142,8 +150,9 @@ class MoEStats:
 
     @property
     def max_over_mean(self) -> jax.Array:
-        """Load of the busiest expert over the mean: 1 is perfect balance."""
-        return self.load.max() / jnp.maximum(self.load.mean(), 1)
+        """Load of the busiest expert over the mean: 1 is perfect balance. 0 without any picks."""
+        mean = self.load.mean()
+        return self.load.max() / jnp.where(mean > 0, mean, 1)
 
     @property
     def dropped_share(self) -> jax.Array:
@@ -190,8 +199,9 @@ def apply(
 ) -> tuple[jax.Array, MoEStats]:
     """The MoE layer on the tokens x.
 
-    Inside shard_map over the group's axes, params and x are the rank's own shards. Outside, they are whole arrays, and
-    the layer opens shard_map on the group's mesh, with params as `param_specs` says and x as sharding.x says.
+    Inside shard_map over the group's axes, params and x are the rank's own shards; sharding.x must then name every mesh
+    axis over which tokens differ, or the statistics and losses are of a part of them. Outside, they are whole arrays,
+    and the layer opens shard_map on the group's mesh, with params as `param_specs` says and x as sharding.x says.
 
     Args:
       params: from `init`, or a pytree of that form.
@@ -360,6 +370,16 @@ def _check(
             f"moe bias: expected {'an array' if config.use_bias else 'None'} for use_bias={config.use_bias}, got "
             f"{'None' if bias is None else 'an array'}; make config.use_bias and the argument agree"
         )
+    whole = dict(jax.tree.leaves_with_path(jax.eval_shape(lambda: init(jax.random.key(0), config))))
+    given = dict(jax.tree.leaves_with_path(params))
+    for path in whole.keys() & given.keys():  # what is missing is named below
+        expected, got = whole[path].shape, given[path].shape
+        # Inside shard_map a rank may have a part of each dimension.
+        if len(got) != len(expected) or any(m == 0 or n % m for n, m in zip(expected, got, strict=True)):
+            raise ValueError(
+                f"moe params{jax.tree_util.keystr(path)}: expected shape {expected} or a rank's part of it, got {got}; "
+                "make the weights by jax_ep.moe.init with this config"
+            )
     for name, wanted, has in (
         ("expert_biases", config.expert_biases, params.experts.gate_bias is not None),
         ("shared_intermediate", bool(config.shared_intermediate), params.shared is not None),

@@ -82,7 +82,7 @@ def layout(
     top_k = group.top_k if top_k is None else check_integer("layout top_k", top_k, 1)
     alignment = group.alignment if alignment is None else check_integer("layout alignment", alignment, 1)
     row_order = check_row_order(row_order)
-    index = jnp.asarray(index)
+    index = _as_array("layout index", index, "routing.index")
     if not jnp.issubdtype(index.dtype, jnp.integer):
         raise TypeError(f"layout index: expected an integer dtype, got {index.dtype.name}; pass routing.index")
     if index.ndim != 2:
@@ -250,7 +250,7 @@ def combine(
     Example: see `dispatch`.
     """
     group = _group_of("combine", group, handle)
-    y = jnp.asarray(y)
+    y = _as_array("combine y", y, "the experts' results, an array like rows.x")
     _check_token_dtype("combine y", y.dtype, group)
     if y.shape != (handle.capacity, group.hidden):
         raise ValueError(
@@ -320,14 +320,21 @@ def _check_group(what: str, group: Group) -> None:
         )
 
 
+def _as_array(what: str, value: Any, expected: str) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{what}: expected an array, got {type(value).__name__}; pass {expected}") from None
+
+
 def _check_token_dtype(what: str, dtype: Any, group: Group) -> None:
     dtype = jnp.dtype(dtype)
     if dtype not in TOKEN_DTYPES:
         names = ", ".join(d.name for d in TOKEN_DTYPES)
-        raise TypeError(
-            f"{what}: expected one of {names}, got {dtype.name}; cast it, or pass (payload, scales) from "
-            "jax_ep.quantize for tokens that are quantised already"
-        )
+        remedy = "cast it, or dequantize FP8 rows first"
+        if what.startswith("dispatch"):
+            remedy = "cast it, or pass (payload, scales) from jax_ep.quantize for tokens that are quantised already"
+        raise TypeError(f"{what}: expected one of {names}, got {dtype.name}; {remedy}")
     if dtype.itemsize > group.dtype.itemsize:
         raise TypeError(
             f"{what}: expected at most {group.dtype.itemsize} bytes an element (the group's dtype {group.dtype.name}), "
@@ -343,7 +350,7 @@ def _check_tokens(what: str, x: Any, group: Group, wire: str | None, dequantize:
     if quantized:
         if len(x) != 2:
             raise TypeError(f"{what} x: expected tokens or (payload, scales), got a sequence of {len(x)}")
-        payload, scales = x
+        payload, scales = (_as_array(f"{what} x", part, "what jax_ep.quantize returned") for part in x)
         if payload.dtype != jnp.float8_e4m3fn or scales.dtype != jnp.float32:
             raise TypeError(
                 f"{what} x: expected (payload float8_e4m3fn, scales float32), got ({payload.dtype.name}, "
@@ -354,8 +361,8 @@ def _check_tokens(what: str, x: Any, group: Group, wire: str | None, dequantize:
             raise ValueError(
                 f'{what} dequantize: expected True where nothing is quantised (wire=None), got False; pass wire="fp8"'
             )
-        payload = x
-        _check_token_dtype(f"{what} x", jnp.asarray(x).dtype, group)
+        payload = _as_array(f"{what} x", x, "tokens [T, H], or (payload, scales) from jax_ep.quantize")
+        _check_token_dtype(f"{what} x", payload.dtype, group)
     if payload.ndim != 2 or payload.shape[1] != group.hidden:
         raise ValueError(
             f"{what} x: expected shape [tokens, hidden={group.hidden}], got {payload.shape}; reshape it, or create the "

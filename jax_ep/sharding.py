@@ -43,6 +43,12 @@ class MoESharding:
 
     def check(self, mesh_axes: tuple[Any, ...], group_axes: tuple[str, ...]) -> None:
         """ValueError if an axis is unknown or has two jobs."""
+        for name in ("fsdp", "tp"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(
+                    f"moe sharding {name}: expected a tuple of mesh axes, got {getattr(self, name)!r}; write "
+                    f"{name}=({getattr(self, name)!r},)"
+                )
         jobs = {"the group": group_axes, "fsdp": self.fsdp, "tp": self.tp}
         for job, axes in (*jobs.items(), ("x", self.x_axes(group_axes))):
             unknown = [name for name in axes if name not in mesh_axes]

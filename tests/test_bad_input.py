@@ -88,6 +88,38 @@ def arrays_and_handle(group: jax_ep.Group) -> SimpleNamespace:
     )
 
 
+def test_what_is_no_array(group):
+    mesh = make_mesh()
+    rows = SimpleNamespace()
+    refuses(
+        TypeError,
+        "an array",
+        "SimpleNamespace",
+        "routing.index",
+        trace,
+        lambda a: jax_ep.layout(rows, group=group).slots,
+        mesh,
+    )
+    refuses(
+        TypeError,
+        "an array",
+        "SimpleNamespace",
+        "tokens [T, H]",
+        trace,
+        lambda a: jax_ep.dispatch(rows, a.index, group=group).x,
+        mesh,
+    )
+    refuses(
+        TypeError,
+        "an array",
+        "SimpleNamespace",
+        "rows.x",
+        trace,
+        lambda a: jax_ep.combine(rows, jax_ep.layout(a.index, group=group)),
+        mesh,
+    )
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_outside_shard_map(group, operation):
     a = arrays_and_handle(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -207,6 +208,27 @@ def test_what_does_not_fit_is_refused(layer, shape, bias, message):
     params = moe.init(jax.random.key(0), config())
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda x: moe.apply(params, x, bias, config=layer, group=group), jnp.zeros(shape))
+
+
+@pytest.mark.parametrize("remat", [("jax_ep_row",), "jax_ep_rows", ("rows", "jax_ep_handle")])
+def test_remat_takes_known_names_only(remat):
+    with pytest.raises(ValueError, match="remat: expected None or a tuple of names among .*jax_ep_rows.*got"):
+        config(remat=remat)
+
+
+def test_weights_of_another_shape_are_refused():
+    group = make_group(world.mesh(4))
+    params = moe.init(jax.random.key(0), config(intermediate=20))
+    with pytest.raises(ValueError, match=r"params.experts.\w+: expected shape \(8, 1[26], 1[26]\).*got \(8, "):
+        jax.eval_shape(lambda x: moe.apply(params, x, config=config(), group=group), jnp.zeros((4, HIDDEN)))
+
+
+def test_max_over_mean_of_few_picks():
+    load = jnp.array([0.0, 0, 1, 0])
+    zero = jnp.zeros(())
+    stats = moe.MoEStats(load, zero, zero, zero, zero, zero)
+    assert float(stats.max_over_mean) == 4
+    assert float(dataclasses.replace(stats, load=0 * load).max_over_mean) == 0
 
 
 def test_update_bias_needs_a_bias():
