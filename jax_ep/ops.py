@@ -14,7 +14,7 @@ from jax_ep import wire as fp8_wire
 from jax_ep.config import TOKEN_DTYPES, RowOrder, check_integer, check_row_order
 from jax_ep.group import Group
 from jax_ep.layout import Handle
-from jax_ep.quantize import BLOCK, ScaleFormat
+from jax_ep.quantize import BLOCK, ScaleFormat, num_blocks
 
 Wire = Literal["fp8", "fp8_ue8m0"]
 _SCALE_FORMATS: dict[str, ScaleFormat] = {"fp8": "float32", "fp8_ue8m0": "ue8m0"}
@@ -368,7 +368,7 @@ def _check_tokens(what: str, x: Any, group: Group, wire: str | None, dequantize:
             f"{what} x: expected shape [tokens, hidden={group.hidden}], got {payload.shape}; reshape it, or create the "
             f"group with hidden={payload.shape[-1] if payload.ndim else 1}"
         )
-    blocks = -(-group.hidden // BLOCK)
+    blocks = num_blocks(group.hidden)
     if quantized and scales.shape != (payload.shape[0], blocks):
         raise ValueError(
             f"{what} x: expected scales of shape {(payload.shape[0], blocks)}, one a block of {BLOCK}, got "

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep.bench.record import Result
+from jax_ep.quantize import num_blocks
 
 INPUTS = 3  # taken in turn: together more than any cache holds
 CALLS = 10  # enqueued in a row for one time: the host's work hides behind the device's
@@ -93,7 +94,7 @@ def run(sizes: Sizes, *, implementation: str, runs: int, peers: bool) -> Iterato
         yield result("dispatch", name, seconds, "bfloat16", "expert", row, "layout included")
         fp8 = spread(lambda *a: full(*a, wire="fp8", dequantize=False))
         seconds = _time(fp8, [(x, index, weights) for x in xs], runs)
-        fp8_row = sizes.hidden + 4 * -(-sizes.hidden // 128)
+        fp8_row = sizes.hidden + 4 * num_blocks(sizes.hidden)
         yield result("dispatch", name, seconds, "float8_e4m3fn", "expert", fp8_row, "quantisation and layout included")
 
         handle = spread(lambda index: jax_ep.layout(index, group=group, row_order="rank"))(index)
