@@ -28,7 +28,10 @@ def count_ranks(shape: Mapping[Any, int], axes: tuple[str, ...]) -> int:
     """Ranks of a group over `axes` of a mesh of this `shape` (axis name to size)."""
     missing = [name for name in axes if name not in shape]
     if missing:
-        raise ValueError(f"axis: expected axes of the mesh {dict(shape)}, got {axes}; {missing} are not among them")
+        raise ValueError(
+            f"axis: expected axes of the mesh {dict(shape)}, got {axes}; {missing} are not among them: name the mesh's, or "
+            "make the mesh with these"
+        )
     return math.prod(shape[name] for name in axes)
 
 
