@@ -29,8 +29,8 @@ def count_ranks(shape: Mapping[Any, int], axes: tuple[str, ...]) -> int:
     missing = [name for name in axes if name not in shape]
     if missing:
         raise ValueError(
-            f"axis: expected axes of the mesh {dict(shape)}, got {axes}; {missing} are not among them: name the mesh's, "
-            "or make the mesh with these"
+            f"axis: expected axes of the mesh {dict(shape)}, got {axes}; {missing} are not among them: name the "
+            "mesh's, or make the mesh with these"
         )
     return math.prod(shape[name] for name in axes)
 
