@@ -15,6 +15,7 @@ ARGS ?=
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 CXX_FILES = $(wildcard xla_ffi/*.cc xla_ffi/*.h cuda/*.cc cuda/*.cu cuda/*.h cuda/*.cuh)
+CXX_TESTS = $(wildcard tests/cuda/*.cu tests/cuda/*.h)
 
 .DELETE_ON_ERROR:
 .PHONY: help train test check format setup clean
@@ -34,12 +35,12 @@ check: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES) $(CXX_TESTS)
 
 format: $(READY)
 	$(RUN) -m ruff check --fix-only .
 	$(RUN) -m ruff format .
-	$(VENV)/bin/clang-format -i $(CXX_FILES)
+	$(VENV)/bin/clang-format -i $(CXX_FILES) $(CXX_TESTS)
 
 setup: $(READY)
 

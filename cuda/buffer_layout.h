@@ -4,8 +4,8 @@
 //   staging   two of them, by the parity of the epoch: what a rank's peers read in layout and dispatch
 //   receive   two of them, by the parity of the epoch: what a rank's peers write in combine
 //
-// Two are enough because every operation waits for every peer's signal of its epoch: a peer that has signalled epoch
-// n - 1 has finished n - 2.
+// Two are enough because every operation waits for every peer to begin its epoch: a peer that has begun epoch n - 1 has
+// finished n - 2.
 #pragma once
 
 #include <cstdint>
@@ -20,17 +20,25 @@ namespace jax_ep {
 
 inline constexpr int kMaxRanks = 72;
 inline constexpr int kMaxTopK = 32;
-inline constexpr int64_t kPage = 256;  // alignment of every part; TMA and 16-byte vectors want less
+inline constexpr int64_t kPage = 256;  // alignment of every part
+// Tokens are told ready in so many chunks, so that work on the first can start while the last are on their way.
+inline constexpr int kChunks = 64;
 
 JAX_EP_LAYOUT_FN int64_t AlignUp(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// Header words, 64 bits each.
+// Epochs only grow, so nothing here is ever cleared but what this rank counts for itself.
 struct Header {
-  int64_t epoch;   // of the last operation that this rank has finished
-  int64_t failed;  // not 0 after a wait that ran out of time
-  int64_t pad[6];
-  int64_t signals[kMaxRanks];  // signals[peer]: the last epoch that peer has published here
-  int64_t tags[2][kMaxRanks];  // tags[epoch % 2][peer]: the call site that it published for
+  int64_t epoch;         // of the last operation that this rank has finished
+  int64_t failed;        // not 0 after a wait that ran out of time
+  uint32_t blocks_done;  // of the operation under way
+  uint32_t busy;         // 1 while one is
+  uint32_t pad[2];
+  int64_t begun[kMaxRanks];           // [peer]: the last epoch that it has begun
+  int64_t tags[2][kMaxRanks];         // [epoch % 2][peer]: the call site that it has begun it for
+  int64_t read[kMaxRanks];            // [peer]: the last epoch in which it has read all that it reads of this rank
+  int64_t lent[2][kMaxRanks][3];      // [epoch % 2][peer]: where its tokens, scales and weights are, if not in staging
+  int64_t ready[kMaxRanks][kChunks];  // [peer][chunk]: the last epoch with this part of its tokens or index there
+  uint32_t items_done[kMaxRanks][kChunks];  // [peer][chunk]: what this rank has finished of a chunk for a peer
 };
 
 // What a group is made for.
@@ -47,10 +55,12 @@ struct BufferLayout {
 
   // Staging: tokens, FP8 scales, routing weights, indices.
   JAX_EP_LAYOUT_FN int64_t row_bytes() const { return int64_t{shape.hidden} * shape.element_bytes; }
+  // Rows that start on a cache line cross the link fastest.
+  static JAX_EP_LAYOUT_FN int64_t StrideOf(int64_t row_bytes) { return (row_bytes + 127) / 128 * 128; }
   JAX_EP_LAYOUT_FN int64_t scale_blocks() const { return (shape.hidden + 127) / 128; }
   JAX_EP_LAYOUT_FN int64_t picks() const { return int64_t{shape.max_tokens} * shape.top_k; }
   JAX_EP_LAYOUT_FN int64_t tokens_at() const { return 0; }
-  JAX_EP_LAYOUT_FN int64_t scales_at() const { return tokens_at() + AlignUp(shape.max_tokens * row_bytes()); }
+  JAX_EP_LAYOUT_FN int64_t scales_at() const { return tokens_at() + AlignUp(shape.max_tokens * StrideOf(row_bytes())); }
   JAX_EP_LAYOUT_FN int64_t weights_at() const { return scales_at() + AlignUp(shape.max_tokens * scale_blocks() * 4); }
   JAX_EP_LAYOUT_FN int64_t index_at() const { return weights_at() + AlignUp(picks() * 4); }
   JAX_EP_LAYOUT_FN int64_t staging_bytes() const { return index_at() + AlignUp(picks() * 4); }
@@ -60,7 +70,7 @@ struct BufferLayout {
   JAX_EP_LAYOUT_FN int64_t partials() const { return shape.ranks < shape.top_k ? shape.ranks : shape.top_k; }
   JAX_EP_LAYOUT_FN int64_t sums_at() const { return 0; }
   JAX_EP_LAYOUT_FN int64_t stamps_at() const {
-    return sums_at() + AlignUp(shape.max_tokens * partials() * row_bytes());
+    return sums_at() + AlignUp(shape.max_tokens * partials() * StrideOf(row_bytes()));
   }
   JAX_EP_LAYOUT_FN int64_t pick_words_at() const { return stamps_at() + AlignUp(shape.max_tokens * partials() * 8); }
   JAX_EP_LAYOUT_FN int64_t receive_bytes() const { return pick_words_at() + AlignUp(picks() * 8); }
@@ -76,6 +86,7 @@ struct BufferLayout {
 // A rank's view of its group: the base address of every rank's symmetric memory, its own included.
 struct Peers {
   char* base[kMaxRanks];
+  const int64_t* open;  // not 0 while the group is open; outlives the rest, for programs that do
   int32_t rank;
   BufferLayout layout;
 };

@@ -1,4 +1,5 @@
-// Combine inside an NVLink domain: the rank that holds a token's rows sums them and pushes the sum to the token's rank.
+// Combine inside an NVLink domain: the rank that holds a token's rows sums them and pushes the sum to the token's rank,
+// which adds what comes to what it holds itself.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,19 +8,19 @@
 
 #include "cuda/buffer_layout.h"
 #include "cuda/call.h"
+#include "cuda/element.h"
 #include "cuda/layout_rule.h"
 
 namespace jax_ep {
 
-enum class Element : int32_t { kFloat32, kBFloat16, kFloat16 };
-
+// Device pointers; those of tokens and rows are aligned to 16 bytes.
 struct CombineArgs {
   RowOrder order;
-  Element element;
+  Element element;  // of rows and out; not kFloat8
   int32_t tokens;
   int32_t top_k;
   int32_t hidden;             // elements; a row is a multiple of 16 bytes
-  const void* rows;           // [capacity, hidden], or null: only pick words are sent
+  const void* rows;           // [capacity, hidden]
   const float* row_weights;   // [capacity] to multiply rows by, or null
   const uint32_t* row_words;  // [capacity], in rank order [capacity, top_k]: a word of each pick to send, or null
   const int32_t* slots;       // [ranks, tokens, top_k]

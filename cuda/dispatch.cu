@@ -1,166 +1,465 @@
+#include <algorithm>
+#include <type_traits>
+
 #include "cuda/dispatch.h"
 #include "cuda/exchange.cuh"
+#include "cuda/fp8.cuh"
 
 namespace jax_ep {
 namespace {
 
-struct Workers {
-  int64_t thread, threads;
-  int64_t warp, warps;
-  int lane;
-};
+constexpr int kDispatchThreads = 640;
+constexpr int kWorkers = kDispatchThreads / kWarpSize - 1;  // warps of a block that move tokens
 
-__device__ Workers WorkersOfGrid() {
-  Workers w;
-  w.thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  w.threads = int64_t{gridDim.x} * blockDim.x;
-  w.warp = w.thread / kWarpSize;
-  w.warps = w.threads / kWarpSize;
-  w.lane = threadIdx.x % kWarpSize;
-  return w;
-}
+// A token moves in pieces, one warp a piece: so the first tokens are ready long before the last, and the warps that
+// wait for peers have something to do. A lane has kSteps vectors of 16 bytes under way.
+constexpr int kSteps = 7;
+constexpr int kPieceVectors = kSteps * kWarpSize;
 
-template <typename Word>
-__device__ void Copy(const Workers& w, const Word* from, Word* to, int64_t count) {
-  for (int64_t i = w.thread; i < count; i += w.threads) to[i] = from[i];
-}
+__device__ int PiecesOf(int row_bytes) { return (row_bytes / 16 + kPieceVectors - 1) / kPieceVectors; }
 
-// Copies one row of `vectors` 16-byte vectors to each row whose slot is set in `lanes`, by one warp. `slot` is the
-// lane's own. Four loads are under way at a time.
-__device__ void CopyRow(const int4* from, int4* rows, int vectors, int slot, unsigned lanes, int lane) {
-  constexpr int kUnroll = 4;
-  for (int v0 = 0; v0 < vectors; v0 += kWarpSize * kUnroll) {
-    int4 value[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int v = v0 + u * kWarpSize + lane;
-      if (v < vectors) value[u] = LoadPeer(from + v);
-    }
-    for (unsigned left = lanes; left != 0; left &= left - 1) {
-      int4* to = rows + int64_t{__shfl_sync(kAllLanes, slot, __ffs(left) - 1)} * vectors;
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const int v = v0 + u * kWarpSize + lane;
-        if (v < vectors) to[v] = value[u];
-      }
-    }
-  }
-}
+__device__ int BlocksOfRow(const DispatchArgs& a) { return (a.hidden + kScaleBlock - 1) / kScaleBlock; }
 
-// Where a rank's tokens, scales and weights are read.
-struct Source {
-  const char* tokens;
-  const uint32_t* scales;
+// Where tokens, their scales and their weights lie.
+struct Tokens {
+  const char* vectors;
+  int64_t stride;  // bytes from token to token
+  const float* scales;
   const uint32_t* weights;
 };
 
-// Brings the tokens of one rank, of which this rank has rows, to these rows: one warp a token.
-__device__ void Pull(const Workers& w, const DispatchArgs& a, int rank, const Source& from) {
-  const int vectors = a.row_bytes / 16;
-  for (int64_t token = w.warp; token < a.tokens; token += w.warps) {
-    const int32_t* slots = a.slots + (int64_t{rank} * a.tokens + token) * a.top_k;
-    const int slot = w.lane < a.top_k ? slots[w.lane] : -1;
-    const unsigned picked = __ballot_sync(kAllLanes, slot >= 0);
-    if (picked == 0) continue;
-    // In rank order all picks of a token have the same row.
-    const unsigned lanes = a.order == RowOrder::kRank ? picked & -picked : picked;
-    CopyRow(reinterpret_cast<const int4*>(from.tokens) + token * vectors, static_cast<int4*>(a.rows), vectors, slot,
-            lanes, w.lane);
-    for (int i = w.lane; i < a.scale_words; i += kWarpSize) {
-      const uint32_t scale = LoadPeerWord(from.scales + token * a.scale_words + i);
-      for (unsigned left = lanes; left != 0; left &= left - 1) {
-        a.row_scales[int64_t{slots[__ffs(left) - 1]} * a.scale_words + i] = scale;
-      }
-    }
-    if (a.weights == nullptr || w.lane >= a.top_k) continue;
-    const uint32_t weight = slot >= 0 ? LoadPeerWord(from.weights + token * a.top_k + w.lane) : 0;
-    if (a.order == RowOrder::kRank) {
-      a.row_weights[int64_t{slots[__ffs(picked) - 1]} * a.top_k + w.lane] = weight;
-    } else if (slot >= 0) {
-      a.row_weights[slot] = weight;
-    }
-  }
+// What this rank was given.
+__device__ Tokens GivenTokens(const DispatchArgs& a) {
+  return {static_cast<const char*>(a.x), int64_t{a.hidden} * BytesOf(a.from), a.scales, a.weights};
 }
 
-__global__ void __launch_bounds__(kExchangeThreads, 1) Dispatch(Peers peers, Call call, DispatchArgs a) {
-  const Workers w = WorkersOfGrid();
+__device__ Tokens StagedTokens(const Peers& peers, const DispatchArgs& a, int rank, int64_t epoch) {
   const BufferLayout& layout = peers.layout;
-  const int ranks = layout.shape.ranks;
-  const int64_t epoch = BeginEpoch(peers);
-  const int64_t staging = layout.staging_at(epoch);
-  char* mine = peers.base[peers.rank] + staging;
-  const int vectors = a.row_bytes / 16;
-
-  if (ranks > 1) {
-    Copy(w, static_cast<const int4*>(a.x), reinterpret_cast<int4*>(mine + layout.tokens_at()),
-         int64_t{a.tokens} * vectors);
-    Copy(w, a.scales, reinterpret_cast<uint32_t*>(mine + layout.scales_at()), int64_t{a.tokens} * a.scale_words);
-    if (a.weights != nullptr) {
-      Copy(w, a.weights, reinterpret_cast<uint32_t*>(mine + layout.weights_at()), int64_t{a.tokens} * a.top_k);
-    }
-  }
-  for (int64_t row = w.thread; row < a.capacity; row += w.threads) a.source[row] = -1;
-  Publish(peers, call, epoch);  // all blocks are past the loop above
-  const int64_t picks = int64_t{ranks} * a.tokens * a.top_k;
-  for (int64_t pick = w.thread; pick < picks; pick += w.threads) {
-    if (a.slots[pick] >= 0) a.source[a.slots[pick]] = 0;
-  }
-  // This rank's own tokens need no staging and no signal: they go while the peers stage.
-  Pull(w, a, peers.rank, {static_cast<const char*>(a.x), a.scales, a.weights});
-  WaitForPeers(peers, call, epoch, "dispatch");
-  for (int i = 1; i < ranks; ++i) {  // each rank starts at another peer
-    const int rank = (peers.rank + i) % ranks;
-    const char* theirs = peers.base[rank] + staging;
-    Pull(w, a, rank,
-         {theirs + layout.tokens_at(), reinterpret_cast<const uint32_t*>(theirs + layout.scales_at()),
-          reinterpret_cast<const uint32_t*>(theirs + layout.weights_at())});
-  }
-
-  cooperative_groups::this_grid().sync();  // a.source is complete
-  const int row_weights = a.weights == nullptr ? 0 : a.order == RowOrder::kRank ? a.top_k : 1;
-  for (int64_t row = w.warp; row < a.capacity; row += w.warps) {
-    if (a.source[row] == 0) continue;
-    int4* to = static_cast<int4*>(a.rows) + row * vectors;
-    for (int v = w.lane; v < vectors; v += kWarpSize) to[v] = int4{0, 0, 0, 0};
-    for (int i = w.lane; i < a.scale_words; i += kWarpSize) a.row_scales[row * a.scale_words + i] = 0;
-    for (int i = w.lane; i < row_weights; i += kWarpSize) a.row_weights[row * row_weights + i] = 0;
-  }
-  Finish(peers, epoch);
+  const char* staging = peers.base[rank] + layout.staging_at(epoch);
+  return {staging + layout.tokens_at(), BufferLayout::StrideOf(int64_t{a.hidden} * BytesOf(a.wire)),
+          reinterpret_cast<const float*>(staging + layout.scales_at()),
+          reinterpret_cast<const uint32_t*>(staging + layout.weights_at())};
 }
 
-__global__ void __launch_bounds__(kExchangeThreads, 1)
-    GatherIndex(Peers peers, Call call, const int32_t* index, int32_t words, int32_t* gathered, int32_t* first_expert,
-                int32_t first) {
-  const Workers w = WorkersOfGrid();
-  if (w.thread == 0) *first_expert = first;
-  const int64_t epoch = BeginEpoch(peers);
-  const int64_t at = peers.layout.staging_at(epoch) + peers.layout.index_at();
-  Copy(w, index, reinterpret_cast<int32_t*>(peers.base[peers.rank] + at), words);
-  Publish(peers, call, epoch);
-  WaitForPeers(peers, call, epoch, "layout");
-  for (int64_t i = w.thread; i < int64_t{peers.layout.shape.ranks} * words; i += w.threads) {
-    gathered[i] = LoadPeerWord(reinterpret_cast<const int32_t*>(peers.base[i / words] + at) + i % words);
+// Where this rank finds a peer's tokens, once the peer has begun.
+__device__ Tokens TokensOfPeer(const Peers& peers, const DispatchArgs& a, int peer, int64_t epoch) {
+  const int64_t* lent = HeaderOf(peers, peers.rank)->lent[epoch & 1][peer];
+  const int64_t x = LoadPeerWord(lent);
+  if (x == 0) return StagedTokens(peers, a, peer, epoch);
+  return {reinterpret_cast<const char*>(x), int64_t{a.hidden} * BytesOf(a.wire),
+          reinterpret_cast<const float*>(LoadPeerWord(lent + 1)),
+          reinterpret_cast<const uint32_t*>(LoadPeerWord(lent + 2))};
+}
+
+// Whether peers read this rank's tokens where they are. What is quantised on the way has to be staged.
+__host__ __device__ bool Lends(const DispatchArgs& a) { return a.lends && a.from == a.wire; }
+
+// Stages a piece of a token as it is.
+struct StageBits {
+  static __device__ void Stage(const DispatchArgs& a, int first, const char* from, char* to, float*) {
+    const int vectors = a.hidden * BytesOf(a.from) / 16;
+    int4 value[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = first + s * kWarpSize;
+      if (v < vectors) value[s] = reinterpret_cast<const int4*>(from)[v];
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = first + s * kWarpSize;
+      if (v < vectors) reinterpret_cast<int4*>(to)[v] = value[s];
+    }
   }
-  Finish(peers, epoch);
+};
+
+// Quantises it.
+template <typename From>
+struct StageQuantized {
+  static __device__ void Stage(const DispatchArgs& a, int first, const char* from, char* to, float* scales) {
+    constexpr int kElements = 16 / sizeof(From);            // of a lane in a step
+    constexpr int kLanesOfBlock = kScaleBlock / kElements;  // that share a scale
+    constexpr int kWords = kElements / 4;
+    using Payload = std::conditional_t<kWords == 2, uint2, uint32_t>;
+    const int vectors = a.hidden / kElements;
+    int4 bits[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = first + s * kWarpSize;
+      bits[s] = v < vectors ? reinterpret_cast<const int4*>(from)[v] : int4{0, 0, 0, 0};
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = first + s * kWarpSize;
+      const From* x = reinterpret_cast<const From*>(&bits[s]);
+      // Magnitudes as integers, which NaN does not escape.
+      uint32_t amax = 0;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) amax = max(amax, __float_as_uint(ToFloat(x[i])) & 0x7fffffffu);
+#pragma unroll
+      for (int lanes = kLanesOfBlock / 2; lanes > 0; lanes /= 2) {
+        amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+      }
+      const Fp8Scale scale = ScaleOf(amax, a.scale_format);
+      uint32_t payload[kWords];
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        payload[i] = QuantizePair(ToFloat(x[4 * i]), ToFloat(x[4 * i + 1]), scale) |
+                     QuantizePair(ToFloat(x[4 * i + 2]), ToFloat(x[4 * i + 3]), scale) << 16;
+      }
+      if (v >= vectors) continue;
+      reinterpret_cast<Payload*>(to)[v] = *reinterpret_cast<const Payload*>(payload);
+      if (threadIdx.x % kLanesOfBlock == 0) scales[v * kElements / kScaleBlock] = scale.scale;
+    }
+  }
+};
+
+// This rank's tokens to its staging; peers are told of each chunk.
+template <typename Stage>
+__device__ void StageTokens(const Peers& peers, const DispatchArgs& a, int64_t epoch, const Crew& crew) {
+  const int blocks = BlocksOfRow(a);
+  const int64_t row_bytes = int64_t{a.hidden} * BytesOf(a.from);
+  const int pieces = PiecesOf(static_cast<int>(row_bytes));
+  const Tokens staged = StagedTokens(peers, a, peers.rank, epoch);
+  const Chunks chunks(a.tokens);
+  for (Item item(crew, pieces); item.token < a.tokens; item.Step()) {
+    const int64_t token = item.token;
+    const int piece = item.piece;
+    float* scales = const_cast<float*>(staged.scales) + token * blocks;
+    Stage::Stage(a, piece * kPieceVectors + crew.lane, static_cast<const char*>(a.x) + token * row_bytes,
+                 const_cast<char*>(staged.vectors) + token * staged.stride, scales);
+    if (piece == 0) {
+      for (int i = crew.lane; a.scales != nullptr && i < blocks; i += kWarpSize)
+        scales[i] = a.scales[token * blocks + i];
+      uint32_t* weights = const_cast<uint32_t*>(staged.weights) + token * a.top_k;
+      if (a.weights != nullptr && crew.lane < a.top_k) weights[crew.lane] = a.weights[token * a.top_k + crew.lane];
+    }
+    const int chunk = chunks.Of(item.token);
+    if (!IsLastItem(peers, peers.rank, chunk, chunks.Tokens(chunk, a.tokens) * pieces)) continue;
+    for (int peer = crew.lane; peer < peers.layout.shape.ranks; peer += kWarpSize) {
+      StoreRelease(&HeaderOf(peers, peer)->ready[peers.rank][chunk], epoch);
+    }
+  }
+}
+
+template <typename Store>
+__device__ void ForEachRow(const Picks& picks, Store store) {
+  for (unsigned left = picks.rows; left != 0; left &= left - 1) {
+    store(int64_t{__shfl_sync(kAllLanes, picks.slot, __ffs(left) - 1)});
+  }
+}
+
+// Brings a piece of a token to the rows of its picks, as it crosses.
+struct MoveBits {
+  static __device__ void Move(const DispatchArgs& a, const Picks& picks, int first, const char* from, const float*) {
+    const int vectors = a.hidden * BytesOf(a.wire) / 16;
+    int4 value[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = first + s * kWarpSize;
+      if (v < vectors) value[s] = LoadPeer(from + int64_t{v} * 16);
+    }
+    ForEachRow(picks, [&](int64_t row) {
+      int4* to = static_cast<int4*>(a.rows) + row * vectors;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const int v = first + s * kWarpSize;
+        if (v < vectors) to[v] = value[s];
+      }
+    });
+  }
+};
+
+// Dequantises it.
+template <typename To>
+struct MoveDequantized {
+  static __device__ void Move(const DispatchArgs& a, const Picks& picks, int first, const char* from,
+                              const float* scales) {
+    constexpr int kWide = static_cast<int>(sizeof(To));  // vectors that 16 elements take
+    const int vectors = a.hidden / 16;
+    int4 value[kSteps];
+    float scale[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = first + s * kWarpSize;
+      if (v >= vectors) continue;
+      value[s] = LoadPeer(from + int64_t{v} * 16);
+      scale[s] = LoadPeerWord(scales + v * 16 / kScaleBlock);
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = first + s * kWarpSize;
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(&value[s]);
+      int4 wide[kWide];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) Dequantize(words[i], scale[s], reinterpret_cast<To*>(wide) + 4 * i);
+      ForEachRow(picks, [&](int64_t row) {
+        if (v >= vectors) return;
+        int4* to = reinterpret_cast<int4*>(static_cast<To*>(a.rows) + row * a.hidden) + int64_t{v} * kWide;
+#pragma unroll
+        for (int i = 0; i < kWide; ++i) to[i] = wide[i];
+      });
+    }
+  }
+};
+
+// What goes with a token besides its vector.
+__device__ void MoveMetadata(const DispatchArgs& a, const Picks& picks, int lane, const float* scales,
+                             const uint32_t* weights) {
+  const int blocks = BlocksOfRow(a);
+  for (int i0 = 0; a.row_scales != nullptr && i0 < blocks; i0 += kWarpSize) {
+    const int i = i0 + lane;
+    const float scale = i < blocks ? LoadPeerWord(scales + i) : 0.0f;
+    ForEachRow(picks, [&](int64_t row) {
+      if (i < blocks) a.row_scales[row * blocks + i] = scale;
+    });
+  }
+  if (a.weights == nullptr) return;
+  const uint32_t weight = lane < a.top_k ? LoadPeerWord(weights + lane) : 0;
+  if (a.order == RowOrder::kExpert) {
+    if (picks.slot >= 0) a.row_weights[picks.slot] = weight;
+  } else {
+    ForEachRow(picks, [&](int64_t row) {
+      if (lane < a.top_k) a.row_weights[row * a.top_k + lane] = picks.slot >= 0 ? weight : 0;
+    });
+  }
+}
+
+// The tokens of one rank to this rank's rows; each as soon as its chunk is ready, if it is to be staged.
+template <typename Move>
+__device__ void MoveTokens(const DispatchArgs& a, int rank, const Tokens& tokens, const Progress* progress,
+                           const Crew& crew) {
+  const int blocks = BlocksOfRow(a);
+  const Chunks chunks(a.tokens);
+  for (Item item(crew, PiecesOf(a.hidden * BytesOf(a.wire))); item.token < a.tokens; item.Step()) {
+    const int64_t token = item.token;
+    const Picks picks = PicksOf(a.slots + (int64_t{rank} * a.tokens + token) * a.top_k, a.top_k, a.order, crew.lane);
+    if (picks.picked == 0) continue;
+    while (progress != nullptr && !IsReady(*progress, rank, chunks.Of(item.token))) __nanosleep(100);
+    const float* scales = tokens.scales + token * blocks;
+    Move::Move(a, picks, item.piece * kPieceVectors + crew.lane, tokens.vectors + token * tokens.stride, scales);
+    if (item.piece == 0) MoveMetadata(a, picks, crew.lane, scales, tokens.weights + token * a.top_k);
+  }
+}
+
+// Rows that hold no token are +0. In expert order they follow the real rows of each expert, and the last expert.
+struct Padding {
+  const int32_t* before;     // [local_experts + 1]: how many such rows there are in front of an expert
+  const int32_t* first_row;  // [local_experts + 1]: of an expert
+};
+
+// Fills the tables in shared memory; by all threads of a block.
+__device__ Padding PaddingOf(const DispatchArgs& a, int32_t* tables) {
+  int32_t* before = tables;
+  int32_t* first_row = tables + a.local_experts + 1;
+  if (threadIdx.x < kWarpSize) {
+    int32_t padding = 0;
+    int32_t row = 0;
+    for (int e0 = 0; e0 < a.local_experts; e0 += kWarpSize) {
+      const int e = e0 + threadIdx.x;
+      const int32_t size = e < a.local_experts ? a.group_sizes[e] : 0;
+      const int32_t empty = e < a.local_experts ? size - a.counts[e] : 0;
+      int32_t size_sum = size;
+      int32_t empty_sum = empty;
+#pragma unroll
+      for (int offset = 1; offset < kWarpSize; offset *= 2) {
+        const int32_t size_below = __shfl_up_sync(kAllLanes, size_sum, offset);
+        const int32_t empty_below = __shfl_up_sync(kAllLanes, empty_sum, offset);
+        if (static_cast<int>(threadIdx.x) >= offset) {
+          size_sum += size_below;
+          empty_sum += empty_below;
+        }
+      }
+      if (e < a.local_experts) {
+        before[e] = padding + empty_sum - empty;
+        first_row[e] = row + size_sum - size;
+      }
+      padding += __shfl_sync(kAllLanes, empty_sum, kWarpSize - 1);
+      row += __shfl_sync(kAllLanes, size_sum, kWarpSize - 1);
+    }
+    if (threadIdx.x == 0) {
+      before[a.local_experts] = padding;
+      first_row[a.local_experts] = row;
+    }
+  }
+  __syncthreads();
+  return {before, first_row};
+}
+
+// In rank order the rows are those of the last token that has one, and all before. By all threads of a block.
+__device__ int64_t RowsInRankOrder(const Peers& peers, const DispatchArgs& a) {
+  const int64_t picks = int64_t{peers.layout.shape.ranks} * a.tokens * a.top_k;
+  for (int64_t end = picks; end > 0; end -= blockDim.x) {
+    const int64_t pick = end - 1 - threadIdx.x;
+    const int32_t slot = pick >= 0 ? a.slots[pick] : -1;
+    // The rows of tokens rise: the greatest slot is among the last picks that have one.
+    const int rows = __syncthreads_or(slot >= 0);
+    if (rows == 0) continue;
+    __shared__ int32_t greatest;
+    if (threadIdx.x == 0) greatest = -1;
+    __syncthreads();
+    if (slot >= 0) atomicMax(&greatest, slot);
+    __syncthreads();
+    return int64_t{greatest} + 1;
+  }
+  return 0;
+}
+
+__device__ void ClearRow(const DispatchArgs& a, int64_t row, int lane) {
+  const int blocks = (a.hidden + kScaleBlock - 1) / kScaleBlock;
+  const int vectors = a.hidden * BytesOf(a.to) / 16;
+  const int weights = a.weights == nullptr ? 0 : a.order == RowOrder::kRank ? a.top_k : 1;
+  int4* to = static_cast<int4*>(a.rows) + row * vectors;
+  for (int v = lane; v < vectors; v += kWarpSize) to[v] = int4{0, 0, 0, 0};
+  for (int i = lane; a.row_scales != nullptr && i < blocks; i += kWarpSize) a.row_scales[row * blocks + i] = 0.0f;
+  for (int i = lane; i < weights; i += kWarpSize) a.row_weights[row * weights + i] = 0;
+}
+
+__device__ void ClearExpertPadding(const DispatchArgs& a, const Padding& padding, const Crew& crew) {
+  const int experts = a.local_experts;
+  const int32_t within = padding.before[experts];
+  const int32_t end = padding.first_row[experts];
+  for (int64_t item = crew.warp; item < within + int64_t{a.capacity} - end; item += crew.warps) {
+    if (item >= within) {
+      ClearRow(a, end + item - within, crew.lane);
+      continue;
+    }
+    int expert = 0;  // the last with before[expert] <= item
+    for (int step = 1 << (31 - __clz(experts)); step > 0; step /= 2) {
+      if (expert + step < experts && padding.before[expert + step] <= item) expert += step;
+    }
+    const int64_t row = int64_t{padding.first_row[expert + 1]} - (padding.before[expert + 1] - item);
+    ClearRow(a, row, crew.lane);
+  }
+}
+
+// Of each block, `pulling_warps` bring the tokens of the peers, the others those of this rank: to staging first, as the
+// peers wait for them, then to its own rows; but the last warp, which watches the peers.
+template <typename Stage, typename Move>
+__global__ void __launch_bounds__(kDispatchThreads, 1)
+    Dispatch(__grid_constant__ const Peers peers, __grid_constant__ const Call call,
+             __grid_constant__ const DispatchArgs a, int pulling_warps) {
+  extern __shared__ int32_t tables[];
+  __shared__ Progress progress;
+  Clear(&progress);
+  const int64_t epoch = EpochOf(peers, call, "dispatch");
+  const int ranks = peers.layout.shape.ranks;
+  const bool quantizes = a.from != a.wire;
+  const bool lends = Lends(a);
+  if (blockIdx.x == 0) {
+    for (int peer = threadIdx.x; peer < ranks; peer += blockDim.x) {
+      volatile int64_t* lent = HeaderOf(peers, peer)->lent[epoch & 1][peers.rank];
+      lent[0] = lends ? reinterpret_cast<int64_t>(a.x) : 0;
+      lent[1] = reinterpret_cast<int64_t>(a.scales);
+      lent[2] = reinterpret_cast<int64_t>(a.weights);
+    }
+    Begin(peers, call, epoch);  // the same threads for the same peers
+  }
+  const bool by_rank = a.order == RowOrder::kRank;
+  const int64_t rows = by_rank ? RowsInRankOrder(peers, a) : 0;
+  const Padding padding = by_rank ? Padding{nullptr, nullptr} : PaddingOf(a, tables);
+  __syncthreads();
+  const int warp = threadIdx.x / kWarpSize;
+  if (warp < pulling_warps) {
+    const Crew crew = CrewOf(0, pulling_warps);
+    for (int i = 1; i < ranks; ++i) {  // each rank starts at another peer
+      const int peer = (peers.rank + i) % ranks;
+      while (!IsReady(progress, peer, -1)) __nanosleep(100);
+      MoveTokens<Move>(a, peer, TokensOfPeer(peers, a, peer, epoch), &progress, crew);
+    }
+  } else if (warp < kWorkers) {
+    const Crew crew = CrewOf(pulling_warps, kWorkers);
+    if (quantizes || (ranks > 1 && !lends)) StageTokens<Stage>(peers, a, epoch, crew);
+    if (quantizes) {
+      MoveTokens<Move>(a, peers.rank, StagedTokens(peers, a, peers.rank, epoch), &progress, crew);
+    } else {
+      MoveTokens<Move>(a, peers.rank, GivenTokens(a), nullptr, crew);
+    }
+    if (by_rank) {
+      for (int64_t row = rows + crew.warp; row < a.capacity; row += crew.warps) ClearRow(a, row, crew.lane);
+    } else {
+      ClearExpertPadding(a, padding, crew);
+    }
+  } else {
+    const Chunks chunks(a.tokens);
+    AwaitPeers(peers, call, epoch, "dispatch");
+    __threadfence_block();
+    for (int peer = threadIdx.x % kWarpSize; peer < ranks; peer += kWarpSize) {
+      const bool lent = LoadPeerWord(&HeaderOf(peers, peers.rank)->lent[epoch & 1][peer][0]) != 0;
+      progress.ready[peer] = lent ? chunks.count : 0;
+    }
+    __syncwarp();
+    WatchChunks(peers, call, epoch, chunks, quantizes ? -1 : peers.rank, &progress, "dispatch");
+  }
+  Finish(peers, epoch, &call, lends, "dispatch");
+}
+
+using Kernel = void (*)(Peers, Call, DispatchArgs, int);
+
+template <typename Stage>
+Kernel KernelThat(Element to) {
+  switch (to) {
+    case Element::kFloat32:
+      return Dispatch<Stage, MoveDequantized<float>>;
+    case Element::kBFloat16:
+      return Dispatch<Stage, MoveDequantized<__nv_bfloat16>>;
+    case Element::kFloat16:
+      return Dispatch<Stage, MoveDequantized<__half>>;
+    case Element::kFloat8:
+      return Dispatch<Stage, MoveBits>;
+  }
+  return nullptr;
+}
+
+// Null for what there is no kernel for.
+Kernel KernelOf(Element from, Element wire, Element to) {
+  if (from == wire && wire == to) return Dispatch<StageBits, MoveBits>;
+  if (wire != Element::kFloat8) return nullptr;
+  switch (from) {
+    case Element::kFloat32:
+      return KernelThat<StageQuantized<float>>(to);
+    case Element::kBFloat16:
+      return KernelThat<StageQuantized<__nv_bfloat16>>(to);
+    case Element::kFloat16:
+      return KernelThat<StageQuantized<__half>>(to);
+    case Element::kFloat8:
+      return KernelThat<StageBits>(to);
+  }
+  return nullptr;
+}
+
+// Warps of each block that pull. Half of them, where nothing is staged. Else fewer: requests that wait for the link
+// hold up those of the warps that stage, for which the peers wait. docs/kernels.md has the measurements.
+int PullingWarps(const Peers& peers, const DispatchArgs& args, int num_sms) {
+  if (peers.layout.shape.ranks == 1) return 0;
+  if (Lends(args)) return (kWorkers + 1) / 2;
+  const int all = args.order == RowOrder::kRank ? 400 : 900;  // more where each writes several rows
+  return std::clamp(all / num_sms, 1, kWorkers / 2);
 }
 
 }  // namespace
 
 cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchArgs& args, int num_sms,
                            cudaStream_t stream) {
-  return LaunchTogether(Dispatch, num_sms, stream, peers, call, args);
-}
-
-cudaError_t LaunchGatherIndex(const Peers& peers, const Call& call, const int32_t* index, int32_t words,
-                              int32_t* gathered, int32_t* first_expert, int32_t first, cudaStream_t stream) {
-  constexpr int kBlocks = 8;  // the indices of a few thousand tokens
-  return LaunchTogether(GatherIndex, kBlocks, stream, peers, call, index, words, gathered, first_expert, first);
+  const Kernel kernel = KernelOf(args.from, args.wire, args.to);
+  if (kernel == nullptr) return cudaErrorInvalidValue;
+  const int table_bytes = 2 * (args.local_experts + 1) * static_cast<int>(sizeof(int32_t));
+  return LaunchTogether(kernel, num_sms, kDispatchThreads, table_bytes, stream, peers, call, args,
+                        PullingWarps(peers, args, num_sms));
 }
 
 cudaError_t LoadDispatchKernels() {
+  constexpr Element kAll[] = {Element::kFloat32, Element::kBFloat16, Element::kFloat16, Element::kFloat8};
   cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, Dispatch);
-  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, GatherIndex) : error;
+  cudaError_t error = cudaSuccess;
+  for (const Element from : kAll) {
+    for (const Element wire : {from, Element::kFloat8}) {
+      for (const Element to : kAll) {
+        const Kernel kernel = KernelOf(from, wire, to);
+        if (kernel != nullptr && error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
+      }
+    }
+  }
+  return error;
 }
 
 }  // namespace jax_ep

@@ -1,4 +1,5 @@
-// Dispatch inside an NVLink domain: every rank stages its tokens, then pulls those of its experts from its peers.
+// Dispatch inside an NVLink domain: every rank stages its tokens, quantised on the way where asked, and pulls those of
+// its experts from its peers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,33 +8,36 @@
 
 #include "cuda/buffer_layout.h"
 #include "cuda/call.h"
+#include "cuda/element.h"
 #include "cuda/layout_rule.h"
 
 namespace jax_ep {
 
-// Device pointers. x and rows are bytes: what a token is made of is the caller's business.
+// Device pointers; those of tokens and rows are aligned to 16 bytes.
 struct DispatchArgs {
   RowOrder order;
   int32_t tokens;
   int32_t top_k;
+  int32_t local_experts;
   int32_t capacity;
-  int32_t row_bytes;        // of a token, a multiple of 16
-  int32_t scale_words;      // 32-bit words of scales that go with a token, may be 0
-  const void* x;            // [tokens, row_bytes]
-  const uint32_t* scales;   // [tokens, scale_words]
-  const uint32_t* weights;  // [tokens, top_k], or null
-  const int32_t* slots;     // [ranks, tokens, top_k]
-  void* rows;               // [capacity, row_bytes]
-  uint32_t* row_scales;     // [capacity, scale_words]
-  uint32_t* row_weights;    // [capacity], in rank order [capacity, top_k], or null
-  int32_t* source;          // [capacity] scratch
+  int32_t hidden;              // elements; every kind of row below is a multiple of 16 bytes
+  Element from;                // of x
+  Element wire;                // what crosses: as x is, or kFloat8
+  Element to;                  // of rows: as what crosses, or of kFloat8 dequantised to another
+  ScaleFormat scale_format;    // where x is quantised
+  const void* x;               // [tokens, hidden]
+  const float* scales;         // [tokens, blocks] of an x that comes quantised, or null
+  const uint32_t* weights;     // [tokens, top_k], or null
+  const int32_t* slots;        // [ranks, tokens, top_k]
+  const int32_t* group_sizes;  // [local_experts]
+  const int32_t* counts;       // [local_experts]
+  void* rows;                  // [capacity, hidden]
+  float* row_scales;           // [capacity, blocks] where rows stay quantised, or null
+  uint32_t* row_weights;       // [capacity], in rank order [capacity, top_k]; null if weights are
+  bool lends = false;          // whether peers can read x, scales and weights where they are: then nothing is staged
 };
 
 cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchArgs& args, int num_sms,
                            cudaStream_t stream);
-
-// All ranks' indices, [ranks, words], from each rank's own [words]. Also stores `first` to *first_expert.
-cudaError_t LaunchGatherIndex(const Peers& peers, const Call& call, const int32_t* index, int32_t words,
-                              int32_t* gathered, int32_t* first_expert, int32_t first, cudaStream_t stream);
 
 }  // namespace jax_ep

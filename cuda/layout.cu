@@ -1,51 +1,12 @@
+#include "cuda/layout.cuh"
 #include "cuda/layout.h"
 
 namespace jax_ep {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kWarp = 32;
-constexpr unsigned kAll = 0xffffffffu;
 
-// Rows and picks of a block: a contiguous piece, so that blocks, warps and lanes stay in (rank, token, k) order.
-struct Piece {
-  int64_t begin;
-  int64_t end;
-};
-
-__device__ Piece PieceOf(int64_t total, int part, int parts) {
-  const int64_t each = (total + parts - 1) / parts;
-  const int64_t begin = min(total, each * part);
-  return {begin, min(total, begin + each)};
-}
-
-// The local expert of a pick, or a value >= local_experts: none (-1) and other ranks' experts wrap around.
-__device__ uint32_t LocalExpert(int32_t expert, int32_t first_expert) {
-  return static_cast<uint32_t>(expert) - static_cast<uint32_t>(first_expert);
-}
-
-// The sum of `value` over the block, for all its threads.
-__device__ int64_t BlockSum(int64_t value) {
-  __shared__ int64_t of_warp[kWarp];
-  __syncthreads();  // of_warp may still be read from the call before
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAll, value, offset);
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  int64_t sum = 0;
-  for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) sum += of_warp[warp];
-  return sum;
-}
-
-__device__ int32_t WarpInclusiveSum(int32_t value) {
-  const int lane = threadIdx.x % kWarp;
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const int32_t below = __shfl_up_sync(kAll, value, offset);
-    if (lane >= offset) value += below;
-  }
-  return value;
-}
-
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     CountByExpert(LayoutShape shape, const int32_t* index, const int32_t* first_expert, int32_t* block_counts) {
   extern __shared__ int32_t histogram[];
   const uint32_t experts = shape.local_experts;
@@ -62,45 +23,7 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) mine[e] = histogram[e];
 }
 
-// What each expert may keep, worked out by every block for itself. `wanted` [experts] in, `first_row` and `kept` out.
-__device__ void AcceptRows(const LayoutShape& shape, const int32_t* wanted, int32_t* first_row, int32_t* kept,
-                           int32_t* group_sizes) {
-  const int experts = shape.local_experts;
-  const int32_t budget = shape.capacity / shape.alignment;
-  auto total = [&](int32_t level) {
-    int64_t sum = 0;
-    for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-      sum += Min(BlocksOf(wanted[e], shape.alignment), level);
-    }
-    return BlockSum(sum);
-  };
-  // As a rule everything fits, and one sum tells.
-  constexpr int32_t kNoLevel = 0x7fffffff;
-  const int32_t level = total(kNoLevel) <= budget ? kNoLevel : Level(budget, total);
-  const int64_t left = budget - total(level);
-  if (threadIdx.x < kWarp) {
-    int32_t row = 0;
-    int32_t hungry_before = 0;
-    for (int start = 0; start < experts; start += kWarp) {
-      const int e = start + threadIdx.x;
-      const int32_t blocks = e < experts ? BlocksOf(wanted[e], shape.alignment) : 0;
-      const unsigned hungry = __ballot_sync(kAll, blocks > level);
-      const int32_t before = hungry_before + __popc(hungry & ((1u << threadIdx.x) - 1));
-      const int32_t size = (Min(blocks, level) + (blocks > level && before < left)) * shape.alignment;
-      const int32_t through = WarpInclusiveSum(size);
-      if (e < experts) {
-        first_row[e] = row + through - size;
-        kept[e] = Min(wanted[e], size);
-        if (group_sizes != nullptr) group_sizes[e] = size;
-      }
-      row += __shfl_sync(kAll, through, kWarp - 1);
-      hungry_before += __popc(hungry);
-    }
-  }
-  __syncthreads();
-}
-
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     PlaceByExpert(LayoutShape shape, const int32_t* index, const int32_t* first_expert, const int32_t* block_counts,
                   int32_t* slots, int32_t* group_sizes, int32_t* counts, int32_t* num_dropped) {
   extern __shared__ int32_t shared[];
@@ -113,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x / kWarp;
   const int lane = threadIdx.x % kWarp;
 
-  int64_t dropped = 0;
+  int32_t dropped = 0;
   for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) {
     int32_t sum = 0;
     for (unsigned block = 0; block < gridDim.x; ++block) sum += block_counts[int64_t{block} * experts + e];
@@ -128,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
       dropped += wanted[e] - kept[e];
     }
     dropped = BlockSum(dropped);
-    if (threadIdx.x == 0) *num_dropped = static_cast<int32_t>(dropped);
+    if (threadIdx.x == 0) *num_dropped = dropped;
   }
 
   const int32_t first = *first_expert;
@@ -156,16 +79,8 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t i = start + lane;
     const uint32_t local = i < mine.end ? LocalExpert(index[i], first) : experts;
     const uint32_t key = local < experts ? local : experts;
-    const unsigned same = __match_any_sync(kAll, key);
-    int32_t slot = -1;
-    if (key < experts) {
-      const int32_t nth = of_warp[warp * experts + key] + __popc(same & ((1u << lane) - 1));
-      if (nth < kept[key]) slot = first_row[key] + nth;
-    }
-    __syncwarp();
-    if (key < experts && lane == __ffs(same) - 1) of_warp[warp * experts + key] += __popc(same);
-    __syncwarp();
-    if (i < mine.end) slots[i] = slot;
+    const int32_t nth = TakePlace(key, key < experts, of_warp + warp * experts);
+    if (i < mine.end) slots[i] = key < experts && nth < kept[key] ? first_row[key] + nth : -1;
   }
 }
 
@@ -177,28 +92,24 @@ __device__ bool HasLocal(const LayoutShape& shape, const int32_t* index, int64_t
   return any;
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     CountByRank(LayoutShape shape, const int32_t* index, const int32_t* first_expert, int32_t* block_counts,
                 int32_t* group_sizes, int32_t* counts) {
   const Piece piece = PieceOf(shape.pairs(), blockIdx.x, gridDim.x);
-  int64_t rows = 0;
+  int32_t rows = 0;
   for (int64_t pair = piece.begin + threadIdx.x; pair < piece.end; pair += blockDim.x) {
     rows += HasLocal(shape, index, pair, *first_expert);
   }
   rows = BlockSum(rows);
-  if (threadIdx.x == 0) block_counts[blockIdx.x] = static_cast<int32_t>(rows);
+  if (threadIdx.x == 0) block_counts[blockIdx.x] = rows;
   if (blockIdx.x == 0) {
     for (int e = threadIdx.x; e < shape.local_experts; e += blockDim.x) group_sizes[e] = counts[e] = 0;
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     PlaceByRank(LayoutShape shape, const int32_t* index, const int32_t* first_expert, const int32_t* block_counts,
                 int32_t* slots, int32_t* group_sizes, int32_t* counts, int32_t* num_dropped) {
-  __shared__ int32_t of_warp[kWarp];
-  const int warp = threadIdx.x / kWarp;
-  const int lane = threadIdx.x % kWarp;
-  const int warps = blockDim.x / kWarp;
   const int32_t first = *first_expert;
   int32_t row = 0;
   int32_t all = 0;
@@ -211,15 +122,9 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t start = piece.begin; start < piece.end; start += blockDim.x) {
     const int64_t pair = start + threadIdx.x;
     const bool wants = pair < piece.end && HasLocal(shape, index, pair, first);
-    const unsigned wanting = __ballot_sync(kAll, wants);
-    __syncthreads();  // of_warp may still be read from the round before
-    if (lane == 0) of_warp[warp] = __popc(wanting);
-    __syncthreads();
-    int32_t mine = row + __popc(wanting & ((1u << lane) - 1));
-    for (int w = 0; w < warps; ++w) {
-      if (w < warp) mine += of_warp[w];
-      row += of_warp[w];
-    }
+    int32_t here;
+    const int32_t mine = row + BlockSumBefore(wants, &here);
+    row += here;
     if (pair >= piece.end) continue;
     const bool keep = wants && mine < shape.capacity;
     for (int k = 0; k < shape.top_k; ++k) {

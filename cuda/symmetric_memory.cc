@@ -1,5 +1,6 @@
 #include "cuda/symmetric_memory.h"
 
+#include <cuda.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -12,13 +13,15 @@ namespace jax_ep {
 cudaError_t LoadDispatchKernels();
 cudaError_t LoadCombineKernels();
 cudaError_t LoadLayoutKernels();
+cudaError_t LoadGroupLayoutKernels();
 
 namespace {
 
 struct RankMemory {
   OpenRank open{};
   char* own = nullptr;
-  std::vector<void*> imported;  // by IPC, to be closed
+  int64_t* open_word = nullptr;  // never freed: recorded graphs look there
+  std::vector<void*> imported;   // by IPC, to be closed
   bool connected = false;
 };
 
@@ -65,9 +68,12 @@ std::string Allocate(int64_t serial, int device, const GroupShape& shape, Memory
            cudaGetErrorString(error) + " with " + std::to_string(free_bytes) +
            " bytes free; lower max_tokens, or leave XLA less (XLA_PYTHON_CLIENT_MEM_FRACTION)";
   }
-  // Only the header has to start as zeros; stamps compare with the epoch, which 0 never is.
+  // No epoch, stamp or signal of an operation is 0.
   error = cudaMemset(memory.own, 0, bytes);
+  if (error == cudaSuccess) error = cudaMalloc(reinterpret_cast<void**>(&memory.open_word), sizeof(int64_t));
+  if (error == cudaSuccess) error = cudaMemset(memory.open_word, 1, sizeof(int64_t));
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  memory.open.peers.open = memory.open_word;
   cudaIpcMemHandle_t handle{};
   if (error == cudaSuccess) error = cudaIpcGetMemHandle(&handle, memory.own);
   if (error != cudaSuccess) {
@@ -92,8 +98,11 @@ std::string Connect(int64_t serial, int device, int rank, const std::vector<Memo
   if (found == Registry().end()) return "expected memory allocated for the group on this device, got none";
   RankMemory& memory = found->second;
   if (static_cast<int>(names.size()) != memory.open.peers.layout.shape.ranks) return "expected a name for every rank";
+  memory.open.one_process = true;
   for (size_t peer = 0; peer < names.size(); ++peer) {
     const MemoryName& name = names[peer];
+    memory.open.devices[peer] = name.device;
+    memory.open.one_process &= name.process == getpid();
     void* base = nullptr;
     if (name.process == getpid()) {
       base = reinterpret_cast<void*>(name.address);
@@ -122,6 +131,7 @@ std::string Connect(int64_t serial, int device, int rank, const std::vector<Memo
   cudaError_t error = LoadDispatchKernels();
   if (error == cudaSuccess) error = LoadCombineKernels();
   if (error == cudaSuccess) error = LoadLayoutKernels();
+  if (error == cudaSuccess) error = LoadGroupLayoutKernels();
   if (error != cudaSuccess) return Describe("loading the kernels", error);
   memory.connected = true;
   return "";
@@ -134,12 +144,40 @@ std::string Release(int64_t serial) {
   for (auto it = registry.lower_bound({serial, 0}); it != registry.end() && it->first.first == serial;) {
     OnDevice on(it->first.second);
     cudaError_t error = cudaDeviceSynchronize();  // nothing that runs may lose its memory
+    if (error == cudaSuccess) error = cudaMemset(it->second.open_word, 0, sizeof(int64_t));
+    if (error == cudaSuccess) error = cudaDeviceSynchronize();
     for (void* base : it->second.imported) cudaIpcCloseMemHandle(base);
     if (error == cudaSuccess) error = cudaFree(it->second.own);
     if (error != cudaSuccess) problem = Describe("releasing the group", error);
     it = registry.erase(it);
   }
   return problem;
+}
+
+bool PeersCanRead(const OpenRank& rank, std::initializer_list<const void*> addresses) {
+  if (!rank.one_process) return false;
+  // Of the driver, which is not linked: a machine without it loads the module all the same.
+  using GetAccess = CUresult (*)(unsigned long long*, const CUmemLocation*, CUdeviceptr);
+  static const GetAccess get_access = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuMemGetAccess", &function, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<GetAccess>(function)
+                                                                        : nullptr;
+  }();
+  if (get_access == nullptr) return false;
+  for (const void* address : addresses) {
+    if (address == nullptr) continue;
+    for (int peer = 0; peer < rank.peers.layout.shape.ranks; ++peer) {
+      // Only memory that was mapped for a device, as XLA's is, answers this question: the rest is staged.
+      const CUmemLocation where{CU_MEM_LOCATION_TYPE_DEVICE, {rank.devices[peer]}};
+      unsigned long long access = 0;
+      if (get_access(&access, &where, reinterpret_cast<CUdeviceptr>(address)) != CUDA_SUCCESS) return false;
+      if ((access & CU_MEM_ACCESS_FLAGS_PROT_READ) == 0) return false;
+    }
+  }
+  return true;
 }
 
 std::string Find(int64_t serial, int device, int64_t fingerprint, OpenRank* rank) {

@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,8 @@ struct OpenRank {
   int64_t fingerprint;  // of the group's numbers, as the caller of Connect had them
   int64_t timeout_ns;
   int32_t num_sms;
+  bool one_process;            // whether all ranks are in this process
+  int32_t devices[kMaxRanks];  // then, their CUDA devices
 };
 
 // All return an empty string, or what went wrong.
@@ -41,6 +44,9 @@ std::string Connect(int64_t serial, int device, int rank, const std::vector<Memo
 
 // Gives back what the group holds in this process. Its executables fail from then on.
 std::string Release(int64_t serial);
+
+// Whether all peers of a rank can read what is at these addresses of its device, whoever has allocated it.
+bool PeersCanRead(const OpenRank& rank, std::initializer_list<const void*> addresses);
 
 // The rank of an open group on a device.
 std::string Find(int64_t serial, int device, int64_t fingerprint, OpenRank* rank);

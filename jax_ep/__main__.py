@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,15 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="dispatch and combine of many tokens on all local devices",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    throughput.add_argument("--tokens", type=int, nargs="+", default=[4096], help="tokens of each rank")
-    throughput.add_argument("--hidden", type=int, default=7168)
-    throughput.add_argument("--experts", type=int, default=256)
-    throughput.add_argument("--top-k", type=int, default=8)
-    throughput.add_argument("--sms", type=int, nargs="+", default=[0], help="SMs of a kernel; 0 for the group's choice")
-    throughput.add_argument("--implementation", choices=("auto", "cuda", "reference"), default="auto")
-    throughput.add_argument("--runs", type=int, default=15)
-    throughput.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the record")
+    _add_throughput_options(throughput)
     throughput.set_defaults(run=_bench_throughput)
+    plot = benchmarks.add_parser(
+        "plot",
+        help="draw the times of records over tokens, and write them as a Markdown table",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    plot.add_argument("records", type=Path, nargs="+", metavar="RECORD")
+    plot.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture and the table")
+    plot.set_defaults(run=_bench_plot)
     options = parser.parse_args(arguments)
     return options.run(options)
 
@@ -52,28 +54,72 @@ def _bench_layout(options: argparse.Namespace) -> int:
     return _report("layout", results, options.out)
 
 
+def _add_throughput_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096], help="tokens of each rank")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--routing", choices=("uniform", "zipf"), default="uniform", help="how tokens pick experts")
+    parser.add_argument("--sms", type=int, nargs="+", default=[0], help="SMs of a kernel; 0 for the group's choice")
+    parser.add_argument("--row-orders", nargs="+", choices=("expert", "rank"), default=["expert", "rank"])
+    parser.add_argument(
+        "--phases", choices=("forward", "backward", "all"), default="all", help="of jax_ep's operations"
+    )
+    parser.add_argument(
+        "--peers", action=argparse.BooleanOptionalAction, default=True, help="with what XLA offers instead, forward"
+    )
+    parser.add_argument(
+        "--ragged-timeout", type=float, default=120.0, help="seconds for ragged_all_to_all of each number of tokens"
+    )
+    parser.add_argument("--implementation", choices=("auto", "cuda", "reference"), default="auto")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the record")
+
+
 def _bench_throughput(options: argparse.Namespace) -> int:
-    from jax_ep.bench import throughput
-    from jax_ep.bench.record import Result
+    from jax_ep.bench import throughput, workload
 
-    results: list[Result] = []
-    for number, (tokens, sms) in enumerate((t, s) for t in options.tokens for s in options.sms):
-        sizes = throughput.Sizes(tokens, options.hidden, options.experts, options.top_k, sms)
-        results += throughput.run(
-            sizes, implementation=options.implementation, runs=options.runs, peers=number % len(options.sms) == 0
-        )
-    return _report("throughput", results, options.out)
+    plan = throughput.Plan(
+        sizes=[
+            workload.Sizes(tokens, options.hidden, options.experts, options.top_k, options.routing)
+            for tokens in options.tokens
+        ],
+        sms=options.sms,
+        implementation=options.implementation,
+        phases=throughput.PHASES if options.phases == "all" else (options.phases,),
+        row_orders=options.row_orders,
+        with_peers=options.peers,
+        runs=options.runs,
+        ragged_timeout_s=options.ragged_timeout,
+    )
+    results, rate = throughput.measure(plan)
+    if rate is not None:
+        print(f"link: {rate:.1f} GB/s each way at once, by the copy engines")
+    return _report("throughput", results, options.out, link_gigabytes_per_second=rate)
 
 
-def _report(benchmark: str, results: list, folder: Path) -> int:
+def _bench_plot(options: argparse.Namespace) -> int:
+    try:
+        from jax_ep.bench import plot
+    except ModuleNotFoundError as error:
+        print(f"bench plot: expected matplotlib, got none ({error}); pip install matplotlib", file=sys.stderr)
+        return 2
+    for path in plot.write(options.records, options.out):
+        print(path)
+    return 0
+
+
+def _report(benchmark: str, results: list, folder: Path, **machine: Any) -> int:
     from jax_ep.bench.record import Record
 
-    columns = "{:10} {:18} {:13} {:7} {:>5} {:>7} {:>5} {:>10} {:>10} {:>10}"
-    print(columns.format("op", "implementation", "dtype", "order", "ranks", "tokens", "SMs", "median us", "p10", "p90"))
+    columns = "{:17} {:24} {:13} {:6} {:>5} {:>6} {:>4} {:>10} {:>10} {:>10} {:>10}  {}"
+    heads = ("op", "implementation", "dtype", "order", "ranks", "tokens", "SMs", "median us", "p10", "p90", "limit us")
+    print(columns.format(*heads, "note"))
     for r in results:
-        times = (f"{us:.1f}" for us in (r.median_us, r.p10_us, r.p90_us))
-        print(columns.format(r.op, r.implementation, r.dtype, r.row_order, r.ranks, r.tokens, r.num_sms or "-", *times))
-    print(f"record: {Record.here(results).write(folder, benchmark)}")
+        times = ("-" if us is None else f"{us:.1f}" for us in (r.median_us, r.p10_us, r.p90_us, r.limit_us))
+        which = (r.op, r.implementation, r.dtype, r.row_order, r.ranks, r.tokens, r.num_sms or "-")
+        print(columns.format(*which, *times, r.note))
+    print(f"record: {Record.here(results, **machine).write(folder, benchmark)}")
     return 0
 
 

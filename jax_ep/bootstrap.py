@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jax_ep.topology import member_devices
 GROUP_KERNELS = ("jax_ep_group_layout", "jax_ep_dispatch", "jax_ep_combine")
 _HOST_WORDS = 2  # of a record: device id and host
 _NAME_WORDS = 3  # process, address, device
+_COPY_BYTES, _COPIES = 2**28, 20  # long enough that starting a copy does not count
 
 
 def why_not(mesh: Any, axes: tuple[str, ...], config: GroupConfig) -> str | None:
@@ -101,6 +103,24 @@ def open_group(
 def close_group(serial: int) -> None:
     """Frees what `open_group` took in this process."""
     _native.require().release_group(serial)
+
+
+def link_bandwidth(devices: Sequence[Any]) -> float | None:
+    """GB/s each way at once that the copy engines reach between neighbours of these devices, of the fastest pair.
+
+    None where it cannot be measured: fewer than two devices, none that are GPUs of this process, no compiled kernels,
+    or devices that do not reach each other. Both devices of a pair should be idle, with 1 GB of memory free.
+    """
+    module, _ = _native.load()
+    mine = all(device.platform == "gpu" and device.process_index == jax.process_index() for device in devices)
+    if len(devices) < 2 or not mine or not hasattr(module, "link_bandwidth"):
+        return None
+    assert module is not None
+    ordinals = [device.local_hardware_id for device in devices]
+    pairs = list(zip(ordinals, ordinals[1:], strict=False))
+    if not all(module.can_reach(a, b) and module.can_reach(b, a) for a, b in pairs):
+        return None
+    return max(module.link_bandwidth(a, b, _COPY_BYTES, _COPIES) for a, b in pairs)
 
 
 def fingerprint(config: GroupConfig, axes: tuple[str, ...]) -> int:

@@ -11,10 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _native
+from jax_ep.call import Call
 from jax_ep.config import ROW_ORDERS, RowOrder
 from jax_ep.ffi import layout_scratch_words, typed
 from jax_ep.layout import Handle, sanitize
+from jax_ep.quantize import SCALE_FORMATS, ScaleFormat, num_blocks
 
+# In the order of cuda/element.h.
+ELEMENTS = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16", "float8_e4m3fn"))
 LAYOUT, DISPATCH, COMBINE = "jax_ep_group_layout", "jax_ep_dispatch", "jax_ep_combine"
 
 
@@ -25,16 +29,16 @@ def _register() -> None:
         jax.ffi.register_ffi_target(name, handlers[name, "cuda"], platform="CUDA")
 
 
-def layout(index: jax.Array, *, group: Any, row_order: RowOrder, alignment: int, capacity: int) -> Handle:
+def layout(index: jax.Array, *, group: Any, row_order: RowOrder, alignment: int, capacity: int, call: Call) -> Handle:
     """`reference.layout` by kernels."""
     _register()
     index, invalid = sanitize(index, group.num_experts)
     local = group.num_local_experts
     slots = (group.num_ranks, *index.shape)
-    shapes = [slots, (local,), (local,), (1,), slots, (layout_scratch_words(local) + 1,)]
+    shapes = [slots, (local,), (local,), (1,), (layout_scratch_words(local),)]
     results = jax.ffi.ffi_call(LAYOUT, [typed(shape, jnp.int32, index) for shape in shapes])(
         index,
-        **_of_call(LAYOUT, group, index.shape, row_order),
+        **_of_call(LAYOUT, group, index.shape, row_order, call),
         capacity=np.int64(capacity),
         alignment=np.int64(1 if row_order == "rank" else alignment),
     )
@@ -43,39 +47,59 @@ def layout(index: jax.Array, *, group: Any, row_order: RowOrder, alignment: int,
 
 
 def dispatch(
-    handle: Handle, x: jax.Array, scales: jax.Array | None, weights: jax.Array | None, num_sms: int
+    handle: Handle,
+    x: jax.Array,
+    scales: jax.Array | None,
+    weights: jax.Array | None,
+    call: Call,
+    scale_format: ScaleFormat | None = None,
+    dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Rows of tokens [T, H], of their scales [T, blocks] and of their weights [T, K], moved bit by bit."""
+    """Rows of tokens [T, H] and of their weights [T, K].
+
+    Without a scale format tokens move bit by bit. With one they cross as FP8: quantised on the way, or as they are if
+    they have scales [T, blocks]; and rows are of `dtype`, with scales if that is FP8.
+    """
     _register()
     tokens, top_k = handle.shape[1:]
-    capacity = handle.capacity
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    blocks = 0 if scales is None else scales.shape[1]
+    hidden, capacity = x.shape[1], handle.capacity
+    wire = x.dtype if scale_format is None else jnp.dtype(jnp.float8_e4m3fn)
+    dtype = jnp.dtype(dtype or x.dtype)
+    blocks = num_blocks(hidden) if scale_format is not None and dtype == wire else 0
     width = 0 if weights is None else top_k
     row_weights = (capacity, width) if handle.row_order == "rank" else (capacity if width else 0,)
     results = [
-        typed((capacity, x.shape[1]), bits.dtype, x),
+        typed((capacity, hidden), _bits(dtype), x),
         typed((capacity, blocks), jnp.float32, x),
         typed(row_weights, jnp.float32, x),
-        typed((capacity,), jnp.int32, x),
     ]
-    rows, row_scales, weights_of_rows, _ = jax.ffi.ffi_call(DISPATCH, results)(
-        bits,
+    numbers = (*x.shape, x.dtype.name, wire.name, dtype.name, width)
+    rows, row_scales, weights_of_rows = jax.ffi.ffi_call(DISPATCH, results)(
+        jax.lax.bitcast_convert_type(x, _bits(x.dtype)),
         jnp.zeros((tokens, 0), jnp.float32) if scales is None else scales,
         jnp.zeros((tokens, 0), jnp.float32) if weights is None else weights,
         handle.slots,
-        **_of_call(DISPATCH, handle.group, (*x.shape, blocks, width), handle.row_order),
-        num_sms=np.int64(num_sms),
+        handle.group_sizes,
+        handle.counts,
+        **_of_call(DISPATCH, handle.group, numbers, handle.row_order, call),
+        x_element=np.int64(ELEMENTS.index(x.dtype)),
+        wire_element=np.int64(ELEMENTS.index(wire)),
+        row_element=np.int64(ELEMENTS.index(dtype)),
+        scale_format=np.int64(SCALE_FORMATS.index(scale_format or "float32")),
     )
     return (
-        jax.lax.bitcast_convert_type(rows, x.dtype),
-        None if scales is None else row_scales,
+        jax.lax.bitcast_convert_type(rows, dtype),
+        row_scales if blocks else None,
         None if weights is None else weights_of_rows,
     )
 
 
+def _bits(dtype: np.dtype) -> np.dtype:
+    return np.dtype(f"uint{8 * dtype.itemsize}")
+
+
 def combine(
-    handle: Handle, y: jax.Array, weights: jax.Array | None, words: jax.Array | None, num_sms: int
+    handle: Handle, y: jax.Array, weights: jax.Array | None, words: jax.Array | None, call: Call
 ) -> tuple[jax.Array, jax.Array | None]:
     """Tokens from rows [C, H], each times its weight [C] if there are; and of float32 words, one a row [C] (rank order
     [C, K]), those of each pick [T, K]."""
@@ -89,18 +113,18 @@ def combine(
         none if weights is None else weights,
         none if words is None else words,
         handle.slots,
-        **_of_call(COMBINE, handle.group, (*y.shape, weights is None, words is None), handle.row_order),
-        num_sms=np.int64(num_sms),
+        **_of_call(COMBINE, handle.group, (*y.shape, weights is None, words is None), handle.row_order, call),
     )
     return out, None if words is None else picks
 
 
-def _of_call(name: str, group: Any, numbers: tuple[Any, ...], row_order: RowOrder) -> dict[str, np.int64]:
+def _of_call(name: str, group: Any, numbers: tuple[Any, ...], row_order: RowOrder, call: Call) -> dict[str, np.int64]:
     # The tag is made of what must be equal on all ranks that are at one call: it tells them if they are not.
-    tag = zlib.crc32(repr((name, group.config, numbers, row_order)).encode())
+    tag = zlib.crc32(repr((name, group.config, numbers, row_order, call.site)).encode())
     return {
         "serial": np.int64(group.serial),
         "fingerprint": np.int64(group.fingerprint),
         "tag": np.int64(tag),
+        "num_sms": np.int64(call.num_sms),
         "row_order": np.int64(ROW_ORDERS.index(row_order)),
     }

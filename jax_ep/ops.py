@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jax_ep import guard, primitives, reference
 from jax_ep import wire as fp8_wire
+from jax_ep.call import of_caller
 from jax_ep.config import TOKEN_DTYPES, RowOrder, check_integer, check_row_order
 from jax_ep.group import Group
 from jax_ep.layout import Handle
@@ -106,7 +107,9 @@ def layout(
         )
     capacity = group.rows_capacity(index.shape[0], top_k, alignment, row_order)
     (index,) = guard.operands("layout", group, index)
-    handle = primitives.layout(index, group=group, row_order=row_order, alignment=alignment, capacity=capacity)
+    handle = primitives.layout(
+        index, group=group, row_order=row_order, alignment=alignment, capacity=capacity, call=of_caller()
+    )
     return guard.results("layout", "jax_ep_handle", handle)
 
 
@@ -197,10 +200,10 @@ def dispatch(
         x = fp8_wire.refuse_gradient(x)
     x, weights, ready = guard.operands("dispatch", group, x, weights, handle)
 
-    sms = 0 if num_sms is None else check_integer("dispatch num_sms", num_sms, 1)
+    call = of_caller(0 if num_sms is None else check_integer("dispatch num_sms", num_sms, 1))
     scales = None
     if wire is None and not quantized:
-        rows, row_weights = primitives.dispatch(ready, x, weights, sms)
+        rows, row_weights = primitives.dispatch(ready, x, weights, call)
     else:
         dtype = (group.dtype if quantized else x.dtype) if dequantize else None
         if group.implementation == "cuda" and group.hidden % 16:
@@ -208,7 +211,7 @@ def dispatch(
                 f"dispatch wire: expected hidden to be a multiple of 16 for FP8 rows, got {group.hidden}; pad it to "
                 f"{-(-group.hidden // 16) * 16}, or send the tokens as they are"
             )
-        how = (_SCALE_FORMATS[wire or "fp8"], dtype, sms)
+        how = (_SCALE_FORMATS[wire or "fp8"], dtype, call)
         rows, scales, row_weights = fp8_wire.dispatch_fp8(how, ready, x, weights)
     local_index = None
     if handle.row_order == "rank" and index is not None:
@@ -257,10 +260,10 @@ def combine(
             f"combine y: expected shape [rows, hidden] = {(handle.capacity, group.hidden)}, as rows.x, got {y.shape}; "
             "keep the rows of one dispatch and its handle together"
         )
-    sms = 0 if num_sms is None else check_integer("combine num_sms", num_sms, 1)
+    call = of_caller(0 if num_sms is None else check_integer("combine num_sms", num_sms, 1))
     if weights is None:
         y, handle = guard.operands("combine", group, y, handle)
-        out = primitives.combine(handle, y, sms)
+        out = primitives.combine(handle, y, call)
     else:
         if handle.row_order == "rank":
             raise ValueError(
@@ -276,7 +279,7 @@ def combine(
         if not jnp.issubdtype(weights.dtype, jnp.floating):
             raise TypeError(f"combine weights: expected a floating dtype, got {weights.dtype.name}; pass rows.weights")
         y, weights, handle = guard.operands("combine", group, y, weights.astype(jnp.float32), handle)
-        out = primitives.weighted_combine(handle, y, weights, sms)
+        out = primitives.weighted_combine(handle, y, weights, call)
     return guard.results("combine", "jax_ep_combined", out)
 
 

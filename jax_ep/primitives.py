@@ -18,63 +18,90 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_ep import ffi, kernels, reference
+from jax_ep.call import Call
 from jax_ep.config import RowOrder
 from jax_ep.guard import refuse_vmap
 from jax_ep.layout import HANDLE_ARRAYS, Handle
+from jax_ep.quantize import ScaleFormat, dequantize, quantize
 
 Weights = jax.Array | None
 
 
-def layout(index: jax.Array, *, group: Any, row_order: RowOrder, alignment: int, capacity: int) -> Handle:
+def layout(index: jax.Array, *, group: Any, row_order: RowOrder, alignment: int, capacity: int, call: Call) -> Handle:
     """The handle of one call; without a group's kernels, slots are decided by the compiled module where it can."""
     static: dict[str, Any] = {"group": group, "row_order": row_order, "alignment": alignment, "capacity": capacity}
     in_jax = functools.partial(reference.layout, place_rows=ffi.place_rows, **static)
-    return _by_kernels(group, index.size, functools.partial(kernels.layout, **static), in_jax, index)
+    return _by_kernels(group, index.size, functools.partial(kernels.layout, call=call, **static), in_jax, index)
 
 
-def dispatch(
-    handle: Handle, x: jax.Array | None, weights: Weights, num_sms: int = 0
-) -> tuple[jax.Array | None, Weights]:
+def dispatch(handle: Handle, x: jax.Array | None, weights: Weights, call: Call) -> tuple[jax.Array | None, Weights]:
     """Rows [C, H] and their weights ([C], in rank order [C, K]) of tokens [T, H] and routing weights [T, K]; linear.
 
-    Either may be None. num_sms: 0 for the group's.
+    Either may be None.
     """
-    forward, back = (functools.partial(f, num_sms=num_sms) for f in (_dispatch, _dispatch_transpose))
+    forward, back = (functools.partial(f, call=call) for f in (_dispatch, _dispatch_transpose))
     return linear_call(forward, back, handle, (x, weights))
 
 
-def combine(handle: Handle, y: jax.Array, num_sms: int = 0) -> jax.Array:
+def combine(handle: Handle, y: jax.Array, call: Call) -> jax.Array:
     """Tokens [T, H] from rows [C, H]; linear."""
-    forward, back = (functools.partial(f, num_sms=num_sms) for f in (_combine, _send))
+    forward, back = (functools.partial(f, call=call) for f in (_combine, _combine_transpose))
     return linear_call(forward, back, handle, y)
 
 
-def send(
-    handle: Handle, x: jax.Array, scales: jax.Array | None, weights: Weights, num_sms: int = 0
+def send_fp8(
+    handle: Handle,
+    x: jax.Array,
+    scales: jax.Array | None,
+    weights: Weights,
+    call: Call,
+    scale_format: ScaleFormat,
+    dtype: Any,
 ) -> tuple[jax.Array, jax.Array | None, Weights]:
-    """Tokens, their scales and their weights to rows; without a derivative."""
+    """Tokens, which cross as FP8, and their weights to rows; without a derivative.
+
+    Args:
+      x, scales: tokens and None, to be quantised to `scale_format`, or a payload and its scales.
+      dtype: of rows, which are dequantised to it; None leaves them as they cross, with their scales.
+    """
 
     def by_kernel(handle: Handle, operands: Any) -> Any:
         x, scales, weights = operands
-        return kernels.dispatch(handle, x, scales, weights, num_sms)
+        return kernels.dispatch(handle, x, scales, weights, call, scale_format, dtype or jnp.float8_e4m3fn)
 
     def in_jax(handle: Handle, operands: Any) -> Any:
         x, scales, weights = operands
-        return (
-            reference.dispatch(handle, x),
-            None if scales is None else reference.dispatch(handle, scales),
-            None if weights is None else reference.dispatch_weights(handle, weights),
-        )
+        payload, scales = quantize(x, scale_format=scale_format) if scales is None else (x, scales)
+        rows, row_scales = (reference.dispatch(handle, a) for a in (payload, scales))
+        row_weights = None if weights is None else reference.dispatch_weights(handle, weights)
+        if dtype is None:
+            return rows, row_scales, row_weights
+        return dequantize(rows, row_scales, dtype=dtype), None, row_weights
 
     return _by_kernels(handle.group, x.size and handle.capacity, by_kernel, in_jax, handle, (x, scales, weights))
 
 
-def _receive(handle: Handle, y: jax.Array, weights: Weights, words: Weights, num_sms: int) -> tuple[jax.Array, Weights]:
+def _send(handle: Handle, x: jax.Array, weights: Weights, call: Call) -> tuple[jax.Array, Weights]:
+    """Tokens and their weights to rows; without a derivative."""
+
+    def by_kernel(handle: Handle, operands: Any) -> Any:
+        x, weights = operands
+        rows, _, row_weights = kernels.dispatch(handle, x, None, weights, call)
+        return rows, row_weights
+
+    def in_jax(handle: Handle, operands: Any) -> Any:
+        x, weights = operands
+        return reference.dispatch(handle, x), None if weights is None else reference.dispatch_weights(handle, weights)
+
+    return _by_kernels(handle.group, x.size and handle.capacity, by_kernel, in_jax, handle, (x, weights))
+
+
+def _receive(handle: Handle, y: jax.Array, weights: Weights, words: Weights, call: Call) -> tuple[jax.Array, Weights]:
     """Rows to tokens, and words of rows to words of picks; without a derivative."""
 
     def by_kernel(handle: Handle, operands: Any) -> Any:
         y, weights, words = operands
-        return kernels.combine(handle, y, weights, words, num_sms)
+        return kernels.combine(handle, y, weights, words, call)
 
     def in_jax(handle: Handle, operands: Any) -> Any:
         y, weights, words = operands
@@ -91,27 +118,26 @@ def _by_kernels(group: Any, size: int, by_kernel: Callable, in_jax: Callable, *o
     return jax.lax.platform_dependent(*operands, cuda=by_kernel, default=in_jax)
 
 
-def _dispatch(handle: Handle, operands: tuple[jax.Array | None, Weights], *, num_sms: int) -> tuple[Any, Weights]:
+def _dispatch(handle: Handle, operands: tuple[jax.Array | None, Weights], *, call: Call) -> tuple[Any, Weights]:
     x, weights = operands
     if x is None:
         return None, None if weights is None else reference.dispatch_weights(handle, weights)
-    rows, _, row_weights = send(handle, x, None, weights, num_sms)
-    return rows, row_weights
+    return _send(handle, x, weights, call)
 
 
-def _dispatch_transpose(handle: Handle, cotangents: tuple[jax.Array | None, Weights], *, num_sms: int) -> Any:
+def _dispatch_transpose(handle: Handle, cotangents: tuple[jax.Array | None, Weights], *, call: Call) -> Any:
     rows, weights = cotangents
     if rows is None:
         return None, None if weights is None else reference.combine_weights(handle, weights)
-    return _receive(handle, rows, None, weights, num_sms)
+    return _receive(handle, rows, None, weights, call)
 
 
-def _combine(handle: Handle, y: jax.Array, *, num_sms: int) -> jax.Array:
-    return _receive(handle, y, None, None, num_sms)[0]
+def _combine(handle: Handle, y: jax.Array, *, call: Call) -> jax.Array:
+    return _receive(handle, y, None, None, call)[0]
 
 
-def _send(handle: Handle, x: jax.Array, *, num_sms: int) -> jax.Array:
-    return send(handle, x, None, None, num_sms)[0]
+def _combine_transpose(handle: Handle, x: jax.Array, *, call: Call) -> jax.Array:
+    return _send(handle, x, None, call)[0]
 
 
 # Weighted combine: bilinear in (y, weights), the handle's arrays are passed along.
@@ -119,24 +145,24 @@ def _send(handle: Handle, x: jax.Array, *, num_sms: int) -> jax.Array:
 _weighted_combine_p = Primitive("jax_ep_weighted_combine")
 
 
-def weighted_combine(handle: Handle, y: jax.Array, weights: jax.Array, num_sms: int = 0) -> jax.Array:
+def weighted_combine(handle: Handle, y: jax.Array, weights: jax.Array, call: Call) -> jax.Array:
     """Tokens [T, H] from rows [C, H] times their weights [C] float32; bilinear."""
     arrays, treedef = jax.tree.flatten(handle)
-    return _weighted_combine_p.bind(y, weights, *arrays, handle=treedef, num_sms=num_sms)
+    return _weighted_combine_p.bind(y, weights, *arrays, handle=treedef, call=call)
 
 
-def _weighted_combine(y: jax.Array, weights: jax.Array, *arrays: jax.Array, handle: Any, num_sms: int) -> jax.Array:
-    return _receive(jax.tree.unflatten(handle, arrays), y, weights, None, num_sms)[0]
+def _weighted_combine(y: jax.Array, weights: jax.Array, *arrays: jax.Array, handle: Any, call: Call) -> jax.Array:
+    return _receive(jax.tree.unflatten(handle, arrays), y, weights, None, call)[0]
 
 
 @_weighted_combine_p.def_abstract_eval
-def _(y: Any, weights: Any, *arrays: Any, handle: Any, num_sms: int) -> Any:
+def _(y: Any, weights: Any, *arrays: Any, handle: Any, call: Call) -> Any:
     tokens = jax.tree.unflatten(handle, arrays).shape[1]
     return y.update(shape=(tokens, y.shape[1]))
 
 
 def _weighted_combine_transpose(
-    cotangent: Any, y: Any, weights: Any, *arrays: Any, handle: Any, num_sms: int
+    cotangent: Any, y: Any, weights: Any, *arrays: Any, handle: Any, call: Call
 ) -> tuple[Any, ...]:
     none = (None,) * len(arrays)
     wants_y = ad.is_undefined_primal(y)
@@ -145,7 +171,7 @@ def _weighted_combine_transpose(
         return (zero, None, *none) if wants_y else (None, zero, *none)
     rows_of = jax.tree.unflatten(handle, arrays)
     rows = linear_call(
-        functools.partial(_send, num_sms=num_sms), functools.partial(_combine, num_sms=num_sms), rows_of, cotangent
+        functools.partial(_combine_transpose, call=call), functools.partial(_combine, call=call), rows_of, cotangent
     )
     has_token = reference.row_has_token(rows_of)[:, None]
     if wants_y:
@@ -164,5 +190,5 @@ ad.defjvp(
 )
 ad.primitive_transposes[_weighted_combine_p] = _weighted_combine_transpose
 mlir.register_lowering(_weighted_combine_p, mlir.lower_fun(_weighted_combine, multiple_results=False))
-_weighted_combine_p.def_impl(functools.partial(jax.jit, static_argnames=("handle", "num_sms"))(_weighted_combine))
+_weighted_combine_p.def_impl(functools.partial(jax.jit, static_argnames=("handle", "call"))(_weighted_combine))
 batching.primitive_batchers[_weighted_combine_p] = lambda args, dims, **static: refuse_vmap("combine", dims)

@@ -9,19 +9,20 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import primitives
+from jax_ep.call import Call
 from jax_ep.layout import Handle
 from jax_ep.primitives import Weights
-from jax_ep.quantize import ScaleFormat, dequantize, quantize
+from jax_ep.quantize import ScaleFormat
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def dispatch_fp8(
-    how: tuple[ScaleFormat, Any, int], handle: Handle, x: Any, weights: Weights
+    how: tuple[ScaleFormat, Any, Call], handle: Handle, x: Any, weights: Weights
 ) -> tuple[jax.Array, jax.Array | None, Weights]:
     """Rows of tokens that cross as FP8.
 
     Args:
-      how: (scale format, dtype to dequantise the rows to, or None for rows as they crossed, num_sms).
+      how: (scale format, dtype to dequantise the rows to, or None for rows as they crossed, call).
       handle: from layout.
       x: [T, H] float, quantised on the way, or (payload [T, H] float8_e4m3fn, scales [T, blocks] float32).
       weights: [T, K] float32 or None.
@@ -29,13 +30,9 @@ def dispatch_fp8(
     Returns:
       rows [C, H]; their scales [C, blocks], or None if dequantised; weights of rows, or None.
     """
-    scale_format, dtype, num_sms = how
-    payload, scales = x if isinstance(x, tuple) else quantize(x, scale_format=scale_format)
-    rows, row_scales, row_weights = primitives.send(handle, payload, scales, weights, num_sms)
-    assert row_scales is not None
-    if dtype is None:
-        return rows, row_scales, row_weights
-    return dequantize(rows, row_scales, dtype=dtype), None, row_weights
+    scale_format, dtype, call = how
+    x, scales = x if isinstance(x, tuple) else (x, None)
+    return primitives.send_fp8(handle, x, scales, weights, call, scale_format, dtype)
 
 
 @dispatch_fp8.defjvp

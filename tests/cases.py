@@ -137,6 +137,18 @@ def draws(case: Case) -> st.SearchStrategy[Draw]:
     )
 
 
+def some_draws(case: Case, count: int) -> list[Draw]:
+    """Draws without Hypothesis: first all tokens to one expert, then all on the last rank, then of every kind."""
+    rng = np.random.default_rng(0)
+    live = [(case.tokens,) * case.ranks, (0,) * (case.ranks - 1) + (case.tokens,)]
+    live += [tuple(rng.integers(0, case.tokens, case.ranks, endpoint=True).tolist()) for _ in range(2, count)]
+    routings = ("one expert", "skewed", "uniform", "distinct")
+    specials = ("", "nan", "inf")
+    return [
+        Draw(n, routings[n % 4], live[n], bool(n & 1), bool(n & 2), bool(n & 4), specials[n % 3]) for n in range(count)
+    ]
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What every rank passes in, the rank leading."""

@@ -96,9 +96,9 @@ def start(
     )
 
 
-def wait(children: Sequence[subprocess.Popen[bytes]], grace: float) -> set[int]:
-    """Until all have ended, or `grace` seconds after the first has. Returns which still run then."""
-    deadline = float("inf")
+def wait(children: Sequence[subprocess.Popen[bytes]], grace: float, limit: float = float("inf")) -> set[int]:
+    """Until all have ended, or `grace` seconds after the first has, or `limit` from now. Returns who still runs."""
+    deadline = time.monotonic() + limit
     while running := {number for number, child in enumerate(children) if child.poll() is None}:
         if len(running) < len(children):
             deadline = min(deadline, time.monotonic() + grace)

@@ -143,6 +143,15 @@ def expected(case: cases.Case, given: cases.Inputs, lay: oracle.Layout) -> dict[
     return out | {f"{group}.{field}": a for group, fields in groups.items() for field, a in fields.items()}
 
 
+def inputs_and_expected(case: cases.Case, draw: cases.Draw) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """What `Program` is given, and what it must return."""
+    given, lay = cases.inputs(case, draw)
+    arrays = dict(vars(given))
+    if case.wire:
+        arrays["payload"], arrays["scales"] = oracle.quantize(given.x, case.scale_format)
+    return arrays, expected(case, given, lay)
+
+
 def assert_same_bits(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
     assert actual.keys() == wanted.keys()
     for name, array in wanted.items():
@@ -152,12 +161,8 @@ def assert_same_bits(actual: dict[str, np.ndarray], wanted: dict[str, np.ndarray
 
 @hypothesis.given(data=st.data())
 def test_every_bit_is_the_oracles(program, data):
-    case = program.case
-    given, lay = cases.inputs(case, data.draw(cases.draws(case)))
-    arrays = dict(vars(given))
-    if case.wire:
-        arrays["payload"], arrays["scales"] = oracle.quantize(given.x, case.scale_format)
-    assert_same_bits(program(**arrays), expected(case, given, lay))
+    arrays, wanted = inputs_and_expected(program.case, data.draw(cases.draws(program.case)))
+    assert_same_bits(program(**arrays), wanted)
 
 
 @pytest.mark.parametrize("row_order", ["expert", "rank"])

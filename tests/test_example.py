@@ -34,9 +34,9 @@ WHOLE = [*SMALL, *"--devices 4 --experts 8 --router sigmoid --steps 150 --learni
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """The script in a process of its own, without the devices that conftest.py asks for."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+def start(*arguments: str, flags: str = "") -> subprocess.Popen[str]:
+    """The script in a process of its own, with these XLA_FLAGS and not the devices that conftest.py asks for."""
+    environment = {name: value for name, value in os.environ.items() if name != "NPROC"} | {"XLA_FLAGS": flags}
     return subprocess.Popen(
         [sys.executable, str(EXAMPLES / "train_moe.py"), *arguments],
         env=environment,
@@ -271,6 +271,52 @@ def test_dense_bounds(tmp_path: Path, moved: int, step: int, by: float, holds: b
     dense.loss[step] += by
     assert compare.conclude_dense(tmp_path, history, dense) is holds
     assert read(tmp_path / "metrics.json")["dense_steps_of_same_picks"] == moved
+
+
+# On the way to a loss are some ten sums of up to 96 products, each off by some 5e-7 of its size, and exponentials and
+# roots off by a few units in the last place: together 5e-6 of its size, and as much in a gradient. A step of AdamW
+# moves a weight by the learning rate, of which rounding changes its share of the weight's gradient. To first order that
+# moves a loss by the learning rate times 5e-6 times the sum of the gradient's magnitudes. This sum is at most 213, the
+# root of the 45,408 weights, since the gradient is clipped to a norm of 1. 20 steps at 0.004 make 8.5e-5.
+SAME_BOUND = 1e-4
+
+
+def same_training(history: dict, other: dict) -> int:
+    """Compares two runs of 20 steps at a learning rate of 0.004; returns how many steps went by before a pick moved."""
+    moved = [ours != theirs for ours, theirs in zip(history["load"], other["load"], strict=True)]
+    same = [*moved, True].index(True)
+    difference = np.abs(np.subtract(history["loss"], other["loss"]))
+    assert len(difference) == 20
+    assert difference[: max(same, 1)].max() <= SAME_BOUND, difference
+    assert difference.max() <= compare.BOUND, difference  # then rounding has decided between two experts nearly tied
+    assert history["dropped"][:same] == other["dropped"][:same]
+    return same
+
+
+@pytest.mark.parametrize(
+    "platforms", [("cpu", "cpu"), pytest.param(("cpu", "gpu"), marks=pytest.mark.gpu)], ids="-".join
+)
+def test_losses_of_two_gpus_are_those_of_two_cpu_devices(
+    platforms: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two CPU runs, one of them compiled otherwise, show how much rounding does."""
+    world.mesh(2, on=platforms[1])  # or skips
+    monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # a GPU's default is TF32
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    readme = str(EXAMPLES.parent / "README.md")
+    arguments = [*SMALL, "--devices", "2", "--steps", "20", "--learning-rate", "0.004", "--text", readme]
+    runs = []
+    for number, platform in enumerate(platforms):
+        flags = "--xla_cpu_enable_fast_math=true" if number else ""
+        out = str(tmp_path / str(number))
+        runs.append(start(*arguments, "--platform", platform, "--out", out, flags=flags))
+    for run in runs:
+        finish(run, status=0)
+    metrics, histories = ([read(tmp_path / str(n) / f"{name}.json") for n in (0, 1)] for name in ("metrics", "history"))
+    implementations = {"cpu": "reference", "gpu": "cuda"}
+    assert [run["implementation"] for run in metrics] == [implementations[platform] for platform in platforms]
+    assert same_training(*histories) >= 1
+    assert histories[0]["loss"][-1] < histories[0]["loss"][0] - 0.5
 
 
 def twin(layer: type, **options) -> tuple[jax_ep.MoEConfig, nnx.Module]:

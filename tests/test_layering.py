@@ -25,7 +25,8 @@ BELOW: dict[str, tuple[str, ...]] = {
     "group": ("bootstrap",),
     "ffi": ("_native", "layout"),
     "guard": (),
-    "kernels": ("ffi",),
+    "call": (),
+    "kernels": ("ffi", "quantize", "call"),
     "primitives": ("reference", "group", "guard", "kernels"),
     "wire": ("primitives",),
     "ops": ("wire",),
@@ -41,7 +42,12 @@ OUTSIDE = ("bench", "doctor", "__main__")
 NOT_IN_INIT = ("flax", *OUTSIDE)
 
 # Packages from elsewhere, over and above the standard library.
-LIBRARIES: dict[str, set[str]] = {"_version": set(), "_native": set(), "flax": {"jax", "numpy", "flax"}}
+LIBRARIES: dict[str, set[str]] = {
+    "_version": set(),
+    "_native": set(),
+    "flax": {"jax", "numpy", "flax"},
+    "bench": {"jax", "numpy", "matplotlib"},
+}
 DEFAULT_LIBRARIES = {"jax", "numpy"}
 
 CXX_SUFFIXES = {".h", ".cuh", ".cc", ".cu"}

@@ -129,9 +129,10 @@ def test_several_groups_shapes_and_top_ks_in_one_program():
         np.testing.assert_array_equal(b, expected_block(outer, 8, *second)[0])
 
 
-def test_two_handles_alive_at_once_and_used_out_of_order():
-    mesh = world.mesh(4)
-    first, second = draw(4 * TOKENS, 8), draw(4 * TOKENS, 8, 1)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_two_handles_alive_at_once_and_used_out_of_order(ranks):
+    mesh = world.mesh(ranks)
+    first, second = draw(ranks * TOKENS, 8), draw(ranks * TOKENS, 8, 1)
     with make_group(mesh, "ep", 8) as group:
 
         def program(first, second):
@@ -143,7 +144,7 @@ def test_two_handles_alive_at_once_and_used_out_of_order():
         f = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
         got = world.fetch(f(world.put(mesh, "ep", first), world.put(mesh, "ep", second)))
         for ours, arrays in zip(got, (first, second), strict=True):
-            np.testing.assert_array_equal(ours, expected_block(group, 4, *arrays)[0])
+            np.testing.assert_array_equal(ours, expected_block(group, ranks, *arrays)[0])
 
 
 def test_a_group_closed_and_made_again():

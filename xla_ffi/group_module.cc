@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cuda/layout.h"
+#include "cuda/link.h"
 #include "cuda/symmetric_memory.h"
 
 namespace nb = nanobind;
@@ -57,6 +58,13 @@ bool CanReach(int device, int peer) {
   return device == peer || (cudaDeviceCanAccessPeer(&can, device, peer) == cudaSuccess && can != 0);
 }
 
+double LinkBandwidth(int device, int peer, int64_t bytes, int repeats) {
+  std::string problem;
+  const double rate = CopyGigabytesPerSecond(device, peer, bytes, repeats, &problem);
+  Require(problem);
+  return rate;
+}
+
 }  // namespace
 
 void DefineGroups(nb::module_& module) {
@@ -77,6 +85,8 @@ void DefineGroups(nb::module_& module) {
       "release_group", [](int64_t serial) { Require(Release(serial)); }, "Frees a group's memory in this process.");
   module.def("device_facts", &DeviceFacts, "What kernels must know of a CUDA device.");
   module.def("can_reach", &CanReach, "Whether a CUDA device of this process can reach another's memory.");
+  module.def("link_bandwidth", &LinkBandwidth, nb::arg("device"), nb::arg("peer"), nb::arg("bytes"), nb::arg("repeats"),
+             "GB/s each way at once by the copy engines of two CUDA devices of this process.");
 }
 
 }  // namespace jax_ep

@@ -30,8 +30,10 @@ OPS = (
     "dispatch_done",
     "combine_start",
     "combine_done",
+    "enqueue",
     "moe_step",
 )
+ROUTINGS = ("uniform", "zipf")
 _VERSIONS_OF = ("jax", "jaxlib", "numpy", "flax") + tuple(
     name.format(cuda) for cuda in (13, 12) for name in ("jax-cuda{}-plugin", "nvidia-nvshmem-cu{}", "nvidia-nccl-cu{}")
 )
@@ -42,7 +44,7 @@ class Result:
     """One operation, measured.
 
     Attributes:
-      op: one of `OPS`, or one of these with "_backward".
+      op: one of `OPS`, or one of these with "_backward". "enqueue" is the host's time for dispatch and combine.
       implementation: "cuda", "reference", or a peer's name.
       ranks, tokens, hidden, top_k, num_experts: R, T a rank, H, K, E.
       dtype: of the tokens.
@@ -52,6 +54,7 @@ class Result:
       link_bytes: bytes that must cross the busiest rank's link in one direction, or None.
       limit_us: the time that these bytes take at the link's measured limit, or None.
       note: what else a reader must know.
+      routing: how experts were picked, "uniform" or "zipf"; says nothing of a moe_step, which has a router.
     """
 
     op: str
@@ -70,6 +73,7 @@ class Result:
     link_bytes: int | None = None
     limit_us: float | None = None
     note: str = ""
+    routing: str = "uniform"
 
     @classmethod
     def of_times(cls, seconds: Sequence[float], **what: Any) -> Result:
@@ -90,6 +94,7 @@ class Result:
             require(isinstance(getattr(self, field), int) and getattr(self, field) >= 1, field, "at least 1")
         require(isinstance(self.tokens, int) and self.tokens >= 0, "tokens", "at least 0")
         require(self.row_order in ("expert", "rank"), "row_order", '"expert" or "rank"')
+        require(self.routing in ROUTINGS, "routing", f"one of {ROUTINGS}")
         for field in ("p10_us", "median_us", "p90_us"):
             require(math.isfinite(getattr(self, field)) and getattr(self, field) > 0, field, "a time above 0")
         require(self.p10_us <= self.median_us <= self.p90_us, "median_us", "a value from p10_us to p90_us")
@@ -106,9 +111,10 @@ class Record:
     results: tuple[Result, ...]
 
     @classmethod
-    def here(cls, results: Sequence[Result]) -> Record:
-        """A record of results measured just now, on this machine."""
-        return cls(describe_machine(), describe_versions(), describe_commit(), _now(), tuple(results))
+    def here(cls, results: Sequence[Result], **machine: Any) -> Record:
+        """A record of results measured just now, on this machine; `machine` is what else was measured of it."""
+        described = describe_machine() | {name: value for name, value in machine.items() if value is not None}
+        return cls(described, describe_versions(), describe_commit(), _now(), tuple(results))
 
     def check(self) -> None:
         """ValueError if a part is missing or cannot be right."""

@@ -1,162 +1,229 @@
-"""Dispatch and combine of many tokens, as training and prefill have them, beside XLA's own ways to move as much."""
+"""Dispatch and combine of many tokens, as training and prefill have them, beside what XLA offers instead."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import bootstrap
+from jax_ep.bench import peers, ragged
 from jax_ep.bench.record import Result
+from jax_ep.bench.timing import CALLS, time_enqueue, time_in_a_row
+from jax_ep.bench.workload import Sizes, Workload
+from jax_ep.config import ROW_ORDERS, RowOrder
+from jax_ep.layout import Handle
 from jax_ep.quantize import num_blocks
 
-INPUTS = 3  # taken in turn: together more than any cache holds
-CALLS = 10  # enqueued in a row for one time: the host's work hides behind the device's
+PHASES = ("forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
-    """One measurement's numbers: T tokens a rank, H, E, K, and the SMs of a kernel (0: the group's)."""
+class Plan:
+    """What to measure.
 
-    tokens: int = 4096
-    hidden: int = 7168
-    num_experts: int = 256
-    top_k: int = 8
-    num_sms: int = 0
+    Attributes:
+      sizes, sms: every pair of them; 0 SMs leaves them to the group.
+      implementation: as `create_group` takes it.
+      phases, row_orders: of jax_ep's operations.
+      with_peers: whether to measure what XLA offers, too: forward, once for each of the sizes.
+      runs: times that each median is of.
+      ragged_timeout_s: how long `ragged_all_to_all` may take for one of the sizes.
+    """
+
+    sizes: Sequence[Sizes]
+    sms: Sequence[int] = (0,)
+    implementation: str = "auto"
+    phases: Sequence[str] = PHASES
+    row_orders: Sequence[RowOrder] = ROW_ORDERS
+    with_peers: bool = True
+    runs: int = 15
+    ragged_timeout_s: float = 120.0
 
 
-def run(sizes: Sizes, *, implementation: str, runs: int, peers: bool) -> Iterator[Result]:
-    """Times each operation on all local devices, forward, then what XLA offers instead."""
-    devices = jax.devices()
-    ranks = len(devices)
-    mesh = jax.sharding.Mesh(np.array(devices), ("ep",), axis_types=(AxisType.Auto,))
-    place = NamedSharding(mesh, P("ep"))
-    rng = np.random.default_rng(0)
-    total = ranks * sizes.tokens
-    index = np.argsort(rng.random((total, sizes.num_experts)), axis=-1)[:, : sizes.top_k].astype(np.int32)
-    weights = rng.random((total, sizes.top_k)).astype(np.float32)
-    index, weights = jax.device_put((index, weights), place)
-    make = jax.jit(
-        lambda seed: jax.random.normal(jax.random.key(seed), (total, sizes.hidden), jnp.bfloat16), out_shardings=place
-    )
-    xs = [make(seed) for seed in range(INPUTS)]
-    away = _rows_away(np.asarray(index), ranks, sizes)
+def measure(plan: Plan) -> tuple[list[Result], float | None]:
+    """All results, with their limits, and GB/s of the link each way at once, where that can be measured."""
+    results: list[Result] = []
+    apart: list[Result] = []
+    with_peers = plan.with_peers and "forward" in plan.phases
+    if with_peers:  # now, while this process has no arrays
+        apart = ragged.measure(plan.sizes, runs=plan.runs, timeout_s=plan.ragged_timeout_s)
+    for sizes in plan.sizes:
+        workload = Workload(sizes, plan.runs * CALLS)
+        for order in plan.row_orders:
+            for sms in plan.sms:
+                results += measure_operations(workload, order, plan, sms)
+        if with_peers:
+            results += peers.measure_whole(workload, peers.WHOLE, plan.runs)
+            results += peers.measure_links(workload, plan.runs)
+    rate = link_gigabytes_per_second()
+    in_order = sorted(results + apart, key=lambda result: result.tokens)
+    return [with_limit(result, rate) for result in in_order], rate
 
-    def spread(function: Callable) -> Callable:
-        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
 
-    def result(
-        op: str, name: str, seconds: Sequence[float], dtype: str, order: str, row_bytes: int, note: str
-    ) -> Result:
-        return Result.of_times(
-            seconds,
-            op=op,
-            implementation=name,
-            ranks=ranks,
-            tokens=sizes.tokens,
-            hidden=sizes.hidden,
-            top_k=sizes.top_k,
-            num_experts=sizes.num_experts,
-            dtype=dtype,
-            row_order=order,
-            num_sms=sizes.num_sms or None,
-            link_bytes=away * row_bytes,
-            note=note,
+def link_gigabytes_per_second() -> float | None:
+    """As `bootstrap.link_bandwidth` of all devices; where it fails, it says why and what was measured is not lost."""
+    try:
+        return bootstrap.link_bandwidth(jax.devices())
+    except RuntimeError as error:
+        print(f"link: not measured, {error}")
+        return None
+
+
+def with_limit(result: Result, rate: float | None) -> Result:
+    """The result with the time that its bytes take at `rate` GB/s; without one where nothing crosses a link."""
+    if rate is None or not result.link_bytes or result.ranks == 1:
+        return result
+    return dataclasses.replace(result, limit_us=round(result.link_bytes / (rate * 1e3), 2))
+
+
+# The operations -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of jax_ep: what a rank does, on which operands, and what its record says."""
+
+    op: str
+    function: Callable[..., Any]
+    inputs: list[tuple]
+    note: str
+    link_bytes: int
+    dtype: str = "bfloat16"
+
+
+def measure_operations(workload: Workload, row_order: RowOrder, plan: Plan, sms: int) -> Iterator[Result]:
+    """Times jax_ep's operations in one row order; `sms` as in `Plan`."""
+    operations = {"expert": _in_expert_order, "rank": _in_rank_order}[row_order]
+    with workload.group(row_order, plan.implementation) as group:
+        common = {"implementation": group.implementation, "row_order": row_order, "num_sms": sms or None}
+        for operation in operations(workload, group, plan.phases, sms or None):
+            seconds = time_in_a_row(workload.spread(operation.function), operation.inputs, runs=plan.runs)
+            fields = ("op", "note", "link_bytes", "dtype")
+            yield workload.result(seconds, **common, **{field: getattr(operation, field) for field in fields})
+        if row_order == "expert" and "forward" in plan.phases:
+            yield from _enqueue(workload, group, plan.runs, common)
+
+
+def _in_expert_order(
+    workload: Workload, group: jax_ep.Group, phases: Sequence[str], sms: int | None
+) -> Iterator[Operation]:
+    hidden, index, weights = workload.sizes.hidden, workload.index, workload.weights
+    away = workload.away * 2 * hidden
+    dispatch = functools.partial(jax_ep.dispatch, group=group, num_sms=sms)
+    tokens = [(x, index, weights) for x in workload.tokens]
+    if "forward" in phases:
+        everyones = (workload.ranks - 1) * workload.sizes.tokens * workload.sizes.top_k * 4
+        yield Operation(
+            "layout", functools.partial(jax_ep.layout, group=group), [(index,)], "alone", everyones, "int32"
         )
+        yield Operation("dispatch", dispatch, tokens, "layout included", away)
+        away_fp8 = workload.away * (hidden + 4 * num_blocks(hidden))
+        for dequantize, then in ((False, ""), (True, ", dequantised to bfloat16")):
+            fp8 = functools.partial(dispatch, wire="fp8", dequantize=dequantize)
+            note = f"quantisation and layout included{then}"
+            yield Operation("dispatch", fp8, tokens, note, away_fp8, "float8_e4m3fn")
 
-    group = jax_ep.create_group(
-        mesh,
-        "ep",
-        max_tokens=sizes.tokens,
-        hidden=sizes.hidden,
-        num_experts=sizes.num_experts,
-        top_k=sizes.top_k,
-        capacity_factor=1.05,
-        implementation=implementation,  # type: ignore[arg-type]
-    )
-    sms = sizes.num_sms or None
-    with group:
-        name: str = group.implementation
-        row = 2 * sizes.hidden
-
-        def full(x: Any, index: Any, weights: Any, **options: Any) -> jax_ep.Rows:
-            return jax_ep.dispatch(x, index, weights, group=group, num_sms=sms, **options)
-
-        expert = spread(full)
-        seconds = _time(expert, [(x, index, weights) for x in xs], runs)
-        yield result("dispatch", name, seconds, "bfloat16", "expert", row, "layout included")
-        fp8 = spread(lambda *a: full(*a, wire="fp8", dequantize=False))
-        seconds = _time(fp8, [(x, index, weights) for x in xs], runs)
-        fp8_row = sizes.hidden + 4 * num_blocks(sizes.hidden)
-        yield result("dispatch", name, seconds, "float8_e4m3fn", "expert", fp8_row, "quantisation and layout included")
-
-        handle = spread(lambda index: jax_ep.layout(index, group=group, row_order="rank"))(index)
-        ranked = spread(lambda x, handle: jax_ep.dispatch(x, handle=handle, num_sms=sms).x)
-        seconds = _time(ranked, [(x, handle) for x in xs], runs)
-        yield result("dispatch", name, seconds, "bfloat16", "rank", row, "with a handle at hand, without weights")
-
-        inputs = [expert(x, index, weights) for x in xs[:2]]
-        combine = spread(lambda rows: jax_ep.combine(rows.x, rows.handle, weights=rows.weights, num_sms=sms))
-        seconds = _time(combine, [(rows,) for rows in inputs], runs)
-        yield result("combine", name, seconds, "bfloat16", "expert", row, "weighted, of expert-order rows")
-        del inputs
-
-    if not peers:
-        return
-    for op, peer, note, function in _peers(ranks):
-        seconds = _time(spread(function), [(x,) for x in xs], runs)
-        yield result(op, peer, seconds, "bfloat16", "rank", row, note)
+    arrive = workload.spread(dispatch)
+    rows = [arrive(*each) for each in tokens[: workload.turns(workload.rows["expert"])]]
+    inputs: list[tuple]
+    handle = rows[0].handle
+    if "forward" in phases:
+        inputs = [(each.x, each.weights, handle) for each in rows]
+        combine = functools.partial(weighted_combine, num_sms=sms)
+        yield Operation("combine", combine, inputs, "weighted, of expert-order rows", away)
+    if "backward" in phases:
+        inputs = [(each.x, each.weights, x, weights, handle) for each, (x, *_) in zip(rows, tokens, strict=False)]
+        note = "cotangents of rows and of their weights to those of tokens and routing weights"
+        yield Operation("dispatch_backward", functools.partial(dispatch_backward, num_sms=sms), inputs, note, away)
+        inputs = [(x, each.x, each.weights, handle) for each, (x, *_) in zip(rows, tokens, strict=False)]
+        note = "of the weighted: cotangents of tokens to those of rows and of their weights"
+        backward = functools.partial(weighted_combine_backward, num_sms=sms)
+        yield Operation("combine_backward", backward, inputs, note, away)
 
 
-def _peers(ranks: int) -> Iterator[tuple[str, str, str, Callable]]:
-    """XLA's collectives that move a whole token to every rank, or bring as much back."""
-    yield (
-        "dispatch",
-        "xla all_gather",
-        "every token to every rank, rows not yet selected",
-        lambda x: jax.lax.all_gather(x, "ep", tiled=True),
-    )
-    yield (
-        "dispatch",
-        "xla all_to_all",
-        "padded to T rows for each rank, rows not yet permuted",
-        lambda x: jax.lax.all_to_all(jnp.broadcast_to(x, (ranks, *x.shape)), "ep", 0, 0),
-    )
-    yield (
-        "combine",
-        "xla psum_scatter",
-        "of T rows for each rank, rows not yet summed by token",
-        lambda x: jax.lax.psum_scatter(jnp.broadcast_to(x, (ranks, *x.shape)), "ep", scatter_dimension=0, tiled=True),
-    )
+def _in_rank_order(
+    workload: Workload, group: jax_ep.Group, phases: Sequence[str], sms: int | None
+) -> Iterator[Operation]:
+    away = workload.away * 2 * workload.sizes.hidden
+    handle = workload.spread(functools.partial(jax_ep.layout, group=group, row_order="rank"))(workload.index)
+
+    def dispatch(x: jax.Array, handle: Handle) -> jax.Array:
+        return jax_ep.dispatch(x, handle=handle, num_sms=sms).x
+
+    def combine(y: jax.Array, handle: Handle) -> jax.Array:
+        return jax_ep.combine(y, handle, num_sms=sms)
+
+    def dispatch_back(rows: jax.Array, x: jax.Array, handle: Handle) -> Any:
+        return jax.linear_transpose(lambda x: dispatch(x, handle), x)(rows)
+
+    def combine_back(tokens: jax.Array, y: jax.Array, handle: Handle) -> Any:
+        return jax.linear_transpose(lambda y: combine(y, handle), y)(tokens)
+
+    tokens = [(x, handle) for x in workload.tokens]
+    if "forward" in phases:
+        yield Operation("dispatch", dispatch, tokens, "with a handle at hand, without weights", away)
+    arrive = workload.spread(dispatch)
+    rows = [arrive(*each) for each in tokens[: workload.turns(workload.rows["rank"])]]
+    if "forward" in phases:
+        yield Operation("combine", combine, [(y, handle) for y in rows], "plain, of rank-order rows", away)
+    if "backward" in phases:
+        inputs = [(y, x, handle) for y, (x, _) in zip(rows, tokens, strict=False)]
+        yield Operation("dispatch_backward", dispatch_back, inputs, "cotangents of rows to those of tokens", away)
+        inputs = [(x, y, handle) for y, (x, _) in zip(rows, tokens, strict=False)]
+        note = "of the plain: cotangents of tokens to those of rows"
+        yield Operation("combine_backward", combine_back, inputs, note, away)
 
 
-def _rows_away(index: np.ndarray, ranks: int, sizes: Sizes) -> int:
-    """Tokens that must cross the busiest rank's link in one direction, each once a rank that holds an expert of it."""
-    owner = index.reshape(ranks, sizes.tokens, -1) // (sizes.num_experts // ranks)
-    pairs = np.zeros((ranks, ranks), np.int64)  # tokens from, to
-    for rank in range(ranks):
-        pairs[:, rank] = (owner == rank).any(-1).sum(-1)
-    np.fill_diagonal(pairs, 0)
-    return int(max(pairs.sum(0).max(), pairs.sum(1).max()))
+def weighted_combine(y: jax.Array, weights: jax.Array, handle: Handle, *, num_sms: int | None = None) -> jax.Array:
+    """`jax_ep.combine` of weighted rows."""
+    return jax_ep.combine(y, handle, weights=weights, num_sms=num_sms)
 
 
-def _time(function: Callable, inputs: Sequence[tuple], runs: int) -> list[float]:
-    """Seconds a call: CALLS of them enqueued in a row, inputs taking turns, timed until the last is done."""
-    for arguments in inputs:
-        jax.block_until_ready(function(*arguments))
-    seconds = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        last = None
-        for n in range(CALLS):
-            last = function(*inputs[n % len(inputs)])
-        jax.block_until_ready(last)
-        seconds.append((time.perf_counter() - start) / CALLS)
-    return seconds
+def dispatch_backward(
+    rows: jax.Array, row_weights: jax.Array, x: jax.Array, weights: jax.Array, handle: Handle, *, num_sms: int | None
+) -> Any:
+    """Cotangents of rows and of their weights to those of x and weights, which give shapes and nothing else."""
+
+    def forward(x: jax.Array, weights: jax.Array) -> Any:
+        rows = jax_ep.dispatch(x, weights=weights, handle=handle, num_sms=num_sms)
+        return rows.x, rows.weights
+
+    return jax.linear_transpose(forward, x, weights)((rows, row_weights))
+
+
+def weighted_combine_backward(
+    tokens: jax.Array, y: jax.Array, weights: jax.Array, handle: Handle, *, num_sms: int | None
+) -> Any:
+    """Cotangents of tokens to those of y and weights. jit leaves the forward combine out, as nothing uses it."""
+    forward = functools.partial(weighted_combine, handle=handle, num_sms=num_sms)
+    return jax.vjp(forward, y, weights)[1](tokens)
+
+
+# The host -------------------------------------------------------------------------------------------------------------
+
+
+def _enqueue(workload: Workload, group: jax_ep.Group, runs: int, common: dict[str, Any]) -> Iterator[Result]:
+    """The host's time for a jitted dispatch and combine, and for a jitted function of the same arguments that does
+    next to nothing: what jax_ep adds is the difference."""
+    sms = common["num_sms"]
+
+    def both(x: jax.Array, index: jax.Array, weights: jax.Array) -> jax.Array:
+        rows = jax_ep.dispatch(x, index, weights, group=group, num_sms=sms)
+        return jax_ep.combine(rows.x, rows.handle, weights=rows.weights, num_sms=sms)
+
+    def empty(x: jax.Array, index: jax.Array, weights: jax.Array) -> jax.Array:
+        return weights + 1
+
+    what = "host time from call to return, device idle before"
+    inputs = [(x, workload.index, workload.weights) for x in workload.tokens]
+    for name, function, note in (
+        (group.implementation, both, "jitted dispatch and combine, layout included"),
+        ("empty jit", empty, "jitted sum of weights and 1, of the same arguments"),
+    ):
+        seconds = time_enqueue(workload.spread(function, keep_unused=True), inputs, runs=runs * CALLS)
+        yield workload.result(seconds, op="enqueue", note=f"{note}; {what}", **(common | {"implementation": name}))
