@@ -86,7 +86,7 @@ struct Job {
   const Peers& peers;
   const Call& call;
   const CombineArgs& a;
-  const Progress& progress;
+  Progress* progress;
   int64_t epoch;
   Chunks chunks;
   int row_bytes;
@@ -449,7 +449,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
   const Job job{peers,
                 call,
                 a,
-                progress,
+                &progress,
                 epoch,
                 Chunks(a.tokens),
                 row_bytes,

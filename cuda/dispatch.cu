@@ -226,15 +226,19 @@ __device__ void MoveMetadata(const DispatchArgs& a, const Picks& picks, int lane
 
 // The tokens of one rank to this rank's rows; each as soon as its chunk is ready, if it is to be staged.
 template <typename Move>
-__device__ void MoveTokens(const DispatchArgs& a, int rank, const Tokens& tokens, const Progress* progress,
+__device__ void MoveTokens(const DispatchArgs& a, int rank, const Tokens& tokens, Progress* progress,
                            const Crew& crew) {
+  int known = -1;  // the last chunk that is known to be ready
   const int blocks = BlocksOfRow(a);
   const Chunks chunks(a.tokens);
   for (Item item(crew, PiecesOf(a.hidden * BytesOf(a.wire))); item.token < a.tokens; item.Step()) {
     const int64_t token = item.token;
     const Picks picks = PicksOf(a.slots + (int64_t{rank} * a.tokens + token) * a.top_k, a.top_k, a.order, crew.lane);
     if (picks.picked == 0) continue;
-    while (progress != nullptr && !IsReady(*progress, rank, chunks.Of(item.token))) __nanosleep(100);
+    if (progress != nullptr && chunks.Of(item.token) > known) {
+      known = chunks.Of(item.token);
+      AwaitChunk(progress, rank, known);
+    }
     const float* scales = tokens.scales + token * blocks;
     Move::Move(a, picks, item.piece * kPieceVectors + crew.lane, tokens.vectors + token * tokens.stride, scales);
     if (item.piece == 0) MoveMetadata(a, picks, crew.lane, scales, tokens.weights + token * a.top_k);
@@ -363,7 +367,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
     const Crew crew = CrewOf(0, pulling_warps);
     for (int i = 1; i < ranks; ++i) {  // each rank starts at another peer
       const int peer = (peers.rank + i) % ranks;
-      while (!IsReady(progress, peer, -1)) __nanosleep(100);
+      AwaitChunk(&progress, peer, -1);
       MoveTokens<Move>(a, peer, TokensOfPeer(peers, a, peer, epoch), &progress, crew);
     }
   } else if (warp < kWorkers) {
@@ -385,7 +389,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
     __threadfence_block();
     for (int peer = threadIdx.x % kWarpSize; peer < ranks; peer += kWarpSize) {
       const bool lent = LoadPeerWord(&HeaderOf(peers, peers.rank)->lent[epoch & 1][peer][0]) != 0;
-      progress.ready[peer] = lent ? chunks.count : 0;
+      progress.Set(peer, lent ? chunks.count : 0);
     }
     __syncwarp();
     WatchChunks(peers, call, epoch, chunks, quantizes ? -1 : peers.rank, &progress, "dispatch");

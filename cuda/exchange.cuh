@@ -185,7 +185,11 @@ struct Chunks {
 // watches the peers' signals and keeps this in shared memory for the others: if all looked for themselves, they would
 // be in the way of the signals.
 struct Progress {
-  volatile int ready[kMaxRanks];
+  int ready[kMaxRanks];
+
+  // By atomics, as nothing else orders the warp that writes and those that read.
+  __device__ void Set(int rank, int chunks) { atomicExch(&ready[rank], chunks); }
+  __device__ int Get(int rank) { return atomicOr(&ready[rank], 0); }
 };
 
 // By all threads of a block, before a __syncthreads.
@@ -203,7 +207,7 @@ inline __device__ void WatchChunks(const Peers& peers, const Call& call, int64_t
   while (!all) {
     all = true;
     for (int peer = 0; peer < peers.layout.shape.ranks; ++peer) {
-      const int known = progress->ready[peer];
+      const int known = __shfl_sync(kAllLanes, lane == 0 ? progress->Get(peer) : 0, 0);
       if (peer == skip || known == chunks.count) continue;
       const int64_t* word = &mine->ready[peer][min(max(known, 0) + lane, chunks.count - 1)];
       const int64_t seen = LoadPeerWord(word);
@@ -214,7 +218,7 @@ inline __device__ void WatchChunks(const Peers& peers, const Call& call, int64_t
         LoadAcquire(word);  // each lane its word: acquires what the peer has released
         __threadfence_block();
         __syncwarp();
-        if (lane == 0) progress->ready[peer] = now;
+        if (lane == 0) progress->Set(peer, now);
         __syncwarp();
         start = Nanoseconds();
       } else if (lane == 0 && Nanoseconds() - start > call.timeout_ns) {
@@ -226,10 +230,21 @@ inline __device__ void WatchChunks(const Peers& peers, const Call& call, int64_t
 }
 
 // Whether a chunk of `rank` is ready; what is read afterwards is then as the rank has written it.
-inline __device__ bool IsReady(const Progress& progress, int rank, int chunk) {
-  if (progress.ready[rank] <= chunk) return false;
+inline __device__ bool IsReady(Progress* progress, int rank, int chunk) {
+  if (progress->Get(rank) <= chunk) return false;
   __threadfence_block();
   return true;
+}
+
+// Waits until one is. By a warp.
+inline __device__ void AwaitChunk(Progress* progress, int rank, int chunk) {
+  bool ready = false;
+  while (!ready) {
+    if (threadIdx.x % kWarpSize == 0) ready = IsReady(progress, rank, chunk);
+    ready = __shfl_sync(kAllLanes, ready, 0);
+    if (!ready) __nanosleep(100);
+  }
+  __syncwarp();
 }
 
 // Counts one finished item of a chunk for `peer`; true in the warp that finishes the last of `items`. By a warp.

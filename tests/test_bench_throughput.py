@@ -289,5 +289,5 @@ def test_time_is_divided_by_the_calls():
 
     inputs = [(jnp.int32(n),) for n in range(3)]
     seconds = throughput.time_in_a_row(function, inputs, runs=2)
-    assert len(seconds) == 2 and calls[2:] == [n % 3 for n in range(2, 2 + 2 * throughput.CALLS)]
+    assert len(seconds) == 2 and calls[2:] == [n % 3 for n in range(2, 2 + 2 * timing.calls_in_a_row())]
     assert len(throughput.time_enqueue(function, inputs, runs=4)) == 4

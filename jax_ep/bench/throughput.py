@@ -13,7 +13,7 @@ import jax_ep
 from jax_ep import bootstrap
 from jax_ep.bench import peers, ragged
 from jax_ep.bench.record import Result
-from jax_ep.bench.timing import CALLS, time_enqueue, time_in_a_row
+from jax_ep.bench.timing import calls_in_a_row, time_enqueue, time_in_a_row
 from jax_ep.bench.workload import Sizes, Workload
 from jax_ep.config import ROW_ORDERS, RowOrder
 from jax_ep.layout import Handle
@@ -53,7 +53,7 @@ def measure(plan: Plan) -> tuple[list[Result], float | None]:
     if with_peers:  # now, while this process has no arrays
         apart = ragged.measure(plan.sizes, runs=plan.runs, timeout_s=plan.ragged_timeout_s)
     for sizes in plan.sizes:
-        workload = Workload(sizes, plan.runs * CALLS)
+        workload = Workload(sizes, plan.runs * calls_in_a_row())
         for order in plan.row_orders:
             for sms in plan.sms:
                 results += measure_operations(workload, order, plan, sms)
@@ -225,5 +225,5 @@ def _enqueue(workload: Workload, group: jax_ep.Group, runs: int, common: dict[st
         (group.implementation, both, "jitted dispatch and combine, layout included"),
         ("empty jit", empty, "jitted sum of weights and 1, of the same arguments"),
     ):
-        seconds = time_enqueue(workload.spread(function, keep_unused=True), inputs, runs=runs * CALLS)
+        seconds = time_enqueue(workload.spread(function, keep_unused=True), inputs, runs=runs * calls_in_a_row())
         yield workload.result(seconds, op="enqueue", note=f"{note}; {what}", **(common | {"implementation": name}))
