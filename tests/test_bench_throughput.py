@@ -17,7 +17,7 @@ from test_ragged_example import ragged_all_to_all
 import jax_ep
 import jax_ep.__main__ as command
 from jax_ep import bootstrap
-from jax_ep.bench import peers, ragged, record, throughput
+from jax_ep.bench import peers, ragged, record, throughput, timing
 from jax_ep.bench.record import Result
 from jax_ep.bench.workload import Sizes, Workload, draw_index
 

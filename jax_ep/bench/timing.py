@@ -40,7 +40,7 @@ def time_runs(function: Callable[..., Any], inputs: Sequence[tuple], *, runs: in
 
 
 def time_in_a_row(function: Callable[..., Any], inputs: Sequence[tuple], *, runs: int, warm_up: int = 2) -> list[float]:
-    """Seconds a call, the mean of `calls_in_a_row()` enqueued in a row, timed until the last is done; one such mean a run.
+    """Seconds a call: for each run the mean of `calls_in_a_row()`, timed until the last of them is done.
 
     The host's work hides behind the device's: it is the device's time, unless the host takes longer than the device.
     """
