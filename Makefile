@@ -15,7 +15,8 @@ ARGS ?=
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 CXX_FILES = $(wildcard xla_ffi/*.cc xla_ffi/*.h cuda/*.cc cuda/*.cu cuda/*.h cuda/*.cuh)
-CXX_TESTS = $(wildcard tests/cuda/*.cu tests/cuda/*.h)
+CXX_TESTS = $(foreach d,. emulator emulator/include emulator/include/cuda,\
+  $(wildcard $(addprefix tests/cuda/$(d)/*.,cu cc h cuh)))
 
 .DELETE_ON_ERROR:
 .PHONY: help train test check format setup clean

@@ -16,7 +16,7 @@ constexpr int kWorkers = kDispatchThreads / kWarpSize - 1;  // warps of a block 
 constexpr int kSteps = 7;
 constexpr int kPieceVectors = kSteps * kWarpSize;
 
-__device__ int PiecesOf(int row_bytes) { return (row_bytes / 16 + kPieceVectors - 1) / kPieceVectors; }
+__host__ __device__ int PiecesOf(int row_bytes) { return (row_bytes / 16 + kPieceVectors - 1) / kPieceVectors; }
 
 __device__ int BlocksOfRow(const DispatchArgs& a) { return (a.hidden + kScaleBlock - 1) / kScaleBlock; }
 
@@ -202,6 +202,50 @@ struct MoveDequantized {
   }
 };
 
+// Brings its product with the weight of each row, and sums its products with y. T: of all three.
+template <typename T>
+struct MoveGradient {
+  static __device__ void Move(const DispatchArgs& a, const Picks& picks, int first, const char* from, const float*) {
+    constexpr int kElements = 16 / sizeof(T);
+    const int vectors = a.hidden / kElements;
+    const int pieces = PiecesOf(a.hidden * static_cast<int>(sizeof(T)));
+    int4 value[kSteps];
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int v = first + s * kWarpSize;
+      value[s] = v < vectors ? LoadPeer(from + int64_t{v} * 16) : int4{0, 0, 0, 0};
+    }
+    ForEachRow(picks, [&](int64_t row) {
+      const float weight = a.y_weights[row];
+      const int4* y = static_cast<const int4*>(a.y) + row * vectors;
+      int4* to = static_cast<int4*>(a.rows) + row * vectors;
+      int4 factor[kSteps];
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const int v = first + s * kWarpSize;
+        factor[s] = v < vectors ? y[v] : int4{0, 0, 0, 0};
+      }
+      float dot = 0.0f;  // in an order of its own: the contract leaves it open
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const int v = first + s * kWarpSize;
+        const T* x = reinterpret_cast<const T*>(&value[s]);
+        const T* f = reinterpret_cast<const T*>(&factor[s]);
+        int4 product;
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          reinterpret_cast<T*>(&product)[i] = RoundTo<T>(__fmul_rn(ToFloat(x[i]), weight));
+          dot = fmaf(ToFloat(x[i]), ToFloat(f[i]), dot);
+        }
+        if (v < vectors) to[v] = product;
+      }
+#pragma unroll
+      for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) dot += __shfl_xor_sync(kAllLanes, dot, lanes);
+      if (threadIdx.x % kWarpSize == 0) a.dots[row * pieces + first / kPieceVectors] = dot;
+    });
+  }
+};
+
 // What goes with a token besides its vector.
 __device__ void MoveMetadata(const DispatchArgs& a, const Picks& picks, int lane, const float* scales,
                              const uint32_t* weights) {
@@ -316,6 +360,8 @@ __device__ void ClearRow(const DispatchArgs& a, int64_t row, int lane) {
   for (int v = lane; v < vectors; v += kWarpSize) to[v] = int4{0, 0, 0, 0};
   for (int i = lane; a.row_scales != nullptr && i < blocks; i += kWarpSize) a.row_scales[row * blocks + i] = 0.0f;
   for (int i = lane; i < weights; i += kWarpSize) a.row_weights[row * weights + i] = 0;
+  const int pieces = a.dots == nullptr ? 0 : PiecesOf(a.hidden * BytesOf(a.to));
+  for (int i = lane; i < pieces; i += kWarpSize) a.dots[row * pieces + i] = 0.0f;
 }
 
 __device__ void ClearExpertPadding(const DispatchArgs& a, const Padding& padding, const Crew& crew) {
@@ -415,6 +461,20 @@ Kernel KernelThat(Element to) {
 }
 
 // Null for what there is no kernel for.
+Kernel GradientKernelOf(Element element) {
+  switch (element) {
+    case Element::kFloat32:
+      return Dispatch<StageBits, MoveGradient<float>>;
+    case Element::kBFloat16:
+      return Dispatch<StageBits, MoveGradient<__nv_bfloat16>>;
+    case Element::kFloat16:
+      return Dispatch<StageBits, MoveGradient<__half>>;
+    case Element::kFloat8:
+      break;
+  }
+  return nullptr;
+}
+
 Kernel KernelOf(Element from, Element wire, Element to) {
   if (from == wire && wire == to) return Dispatch<StageBits, MoveBits>;
   if (wire != Element::kFloat8) return nullptr;
@@ -442,9 +502,13 @@ int PullingWarps(const Peers& peers, const DispatchArgs& args, int num_sms) {
 
 }  // namespace
 
+int DispatchPieces(int64_t row_bytes) { return PiecesOf(static_cast<int>(row_bytes)); }
+
 cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchArgs& args, int num_sms,
                            cudaStream_t stream) {
-  const Kernel kernel = KernelOf(args.from, args.wire, args.to);
+  const bool plain = args.from == args.wire && args.wire == args.to;
+  if (args.y != nullptr && !(plain && args.order == RowOrder::kExpert)) return cudaErrorInvalidValue;
+  const Kernel kernel = args.y != nullptr ? GradientKernelOf(args.from) : KernelOf(args.from, args.wire, args.to);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   const int table_bytes = 2 * (args.local_experts + 1) * static_cast<int>(sizeof(int32_t));
   return LaunchTogether(kernel, num_sms, kDispatchThreads, table_bytes, stream, peers, call, args,
@@ -456,6 +520,8 @@ cudaError_t LoadDispatchKernels() {
   cudaFuncAttributes attributes;
   cudaError_t error = cudaSuccess;
   for (const Element from : kAll) {
+    const Kernel gradient = GradientKernelOf(from);
+    if (gradient != nullptr && error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, gradient);
     for (const Element wire : {from, Element::kFloat8}) {
       for (const Element to : kAll) {
         const Kernel kernel = KernelOf(from, wire, to);

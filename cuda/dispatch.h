@@ -34,8 +34,16 @@ struct DispatchArgs {
   void* rows;                  // [capacity, hidden]
   float* row_scales;           // [capacity, blocks] where rows stay quantised, or null
   uint32_t* row_weights;       // [capacity], in rank order [capacity, top_k]; null if weights are
-  bool lends = false;          // whether peers can read x, scales and weights where they are: then nothing is staged
+  // Where y is not null: the gradient of a weighted combine of rows y. Rows are then the tokens times the weights of
+  // their rows, rounded, and dots, summed over the pieces of a row, the products of tokens and y. Expert order only.
+  const void* y = nullptr;           // [capacity, hidden] of `from`
+  const float* y_weights = nullptr;  // [capacity]
+  float* dots = nullptr;             // [capacity, DispatchPieces]
+  bool lends = false;  // whether peers can read x, scales and weights where they are: then nothing is staged
 };
+
+// Pieces that a row of so many bytes is moved in.
+int DispatchPieces(int64_t row_bytes);
 
 cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchArgs& args, int num_sms,
                            cudaStream_t stream);

@@ -10,45 +10,15 @@
 
 #include "cuda/buffer_layout.h"
 #include "cuda/call.h"
+#include "cuda/launch.cuh"
 #include "cuda/layout_rule.h"
+#include "cuda/ptx.cuh"
 
 namespace jax_ep {
 
 inline __device__ Header* HeaderOf(const Peers& peers, int rank) { return reinterpret_cast<Header*>(peers.base[rank]); }
 
-inline __device__ int64_t LoadAcquire(const int64_t* p) {
-  int64_t value;
-  asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
-  return value;
-}
-
-inline __device__ void StoreRelease(int64_t* p, int64_t value) {
-  asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
-}
-
-// Adds one, and orders what this thread has seen and done against the other threads of the GPU that do the same.
-inline __device__ uint32_t CountUp(uint32_t* p) {
-  uint32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
-  return before;
-}
-
-inline __device__ int64_t Nanoseconds() {
-  int64_t ns;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
-  return ns;
-}
-
-// Loads of memory that peers write: never through the non-coherent cache.
-inline __device__ int4 LoadPeer(const void* p) {
-  int4 v;
-  asm volatile("ld.relaxed.sys.global.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-
+// Of memory that peers write, as LoadPeer.
 template <typename T>
 __device__ T LoadPeerWord(const T* p) {
   return *reinterpret_cast<const volatile T*>(p);
@@ -56,15 +26,6 @@ __device__ T LoadPeerWord(const T* p) {
 
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-// Blocks wait for what other blocks of other ranks do, so all must be on the GPU at once: one an SM, launched together.
-template <typename... Parameters, typename... Arguments>
-cudaError_t LaunchTogether(void (*kernel)(Parameters...), int num_sms, int threads, int shared_bytes,
-                           cudaStream_t stream, Arguments... arguments) {
-  void* pointers[] = {&arguments...};
-  return cudaLaunchCooperativeKernel(reinterpret_cast<void*>(kernel), dim3(num_sms), dim3(threads), pointers,
-                                     shared_bytes, stream);
-}
 
 // The warps of a grid that do the same kind of work.
 struct Crew {

@@ -16,7 +16,7 @@ namespace jax_ep {
 struct GroupLayoutArgs {
   RowOrder order;
   LayoutShape shape;
-  const int32_t* index;  // [tokens, top_k] of this rank, sanitised, -1 for none; aligned to 16 bytes
+  const int32_t* index;  // [tokens, top_k] of this rank, what is no expert for none; aligned to 16 bytes
   int32_t* slots;        // [ranks, tokens, top_k]
   int32_t* group_sizes;  // [local_experts]
   int32_t* counts;       // [local_experts]

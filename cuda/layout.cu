@@ -1,3 +1,4 @@
+#include "cuda/launch.cuh"
 #include "cuda/layout.cuh"
 #include "cuda/layout.h"
 
@@ -150,10 +151,11 @@ cudaError_t LaunchLayout(RowOrder order, const LayoutShape& shape, const int32_t
   const int64_t wanted = (shape.picks() + kPicksPerBlock - 1) / kPicksPerBlock;
   const int blocks = static_cast<int>(wanted < 1 ? 1 : wanted > kLayoutBlocks ? kLayoutBlocks : wanted);
   if (order == RowOrder::kRank) {
-    CountByRank<<<blocks, kThreads, 0, stream>>>(shape, index, first_expert, scratch, group_sizes, counts);
-    PlaceByRank<<<blocks, kThreads, 0, stream>>>(shape, index, first_expert, scratch, slots, group_sizes, counts,
-                                                 num_dropped);
-    return cudaGetLastError();
+    const cudaError_t error = LaunchKernel(CountByRank, blocks, kThreads, 0, stream, shape, index, first_expert,
+                                           scratch, group_sizes, counts);
+    if (error != cudaSuccess) return error;
+    return LaunchKernel(PlaceByRank, blocks, kThreads, 0, stream, shape, index, first_expert, scratch, slots,
+                        group_sizes, counts, num_dropped);
   }
   // Three words an expert, and one for each warp: fewer warps where there are many experts.
   constexpr int kSharedBytes = 192 * 1024;
@@ -163,10 +165,10 @@ cudaError_t LaunchLayout(RowOrder order, const LayoutShape& shape, const int32_t
   const int place_bytes = (3 + threads / kWarp) * expert_bytes;
   cudaError_t error = cudaFuncSetAttribute(PlaceByExpert, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
-  CountByExpert<<<blocks, kThreads, expert_bytes, stream>>>(shape, index, first_expert, scratch);
-  PlaceByExpert<<<blocks, threads, place_bytes, stream>>>(shape, index, first_expert, scratch, slots, group_sizes,
-                                                          counts, num_dropped);
-  return cudaGetLastError();
+  error = LaunchKernel(CountByExpert, blocks, kThreads, expert_bytes, stream, shape, index, first_expert, scratch);
+  if (error != cudaSuccess) return error;
+  return LaunchKernel(PlaceByExpert, blocks, threads, place_bytes, stream, shape, index, first_expert, scratch, slots,
+                      group_sizes, counts, num_dropped);
 }
 
 cudaError_t LoadLayoutKernels() {

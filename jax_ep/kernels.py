@@ -32,7 +32,9 @@ def _register() -> None:
 def layout(index: jax.Array, *, group: Any, row_order: RowOrder, alignment: int, capacity: int, call: Call) -> Handle:
     """`reference.layout` by kernels."""
     _register()
-    index, invalid = sanitize(index, group.num_experts)
+    clean, invalid = sanitize(index, group.num_experts)
+    # To the kernel whatever is no expert of its rank is alike, so it takes an int32 index as it comes.
+    index = index if index.dtype == jnp.int32 else clean
     local = group.num_local_experts
     slots = (group.num_ranks, *index.shape)
     shapes = [slots, (local,), (local,), (1,), (layout_scratch_words(local),)]
@@ -60,38 +62,69 @@ def dispatch(
     Without a scale format tokens move bit by bit. With one they cross as FP8: quantised on the way, or as they are if
     they have scales [T, blocks]; and rows are of `dtype`, with scales if that is FP8.
     """
+    wire = x.dtype if scale_format is None else jnp.dtype(jnp.float8_e4m3fn)
+    dtype = jnp.dtype(dtype or x.dtype)
+    scale = scale_format or "float32"
+    rows, row_scales, row_weights, _ = _dispatch(handle, x, scales, weights, None, None, call, wire, dtype, scale)
+    return (
+        rows,
+        row_scales if scale_format is not None and dtype == wire else None,
+        None if weights is None else row_weights,
+    )
+
+
+def gradient(handle: Handle, x: jax.Array, y: jax.Array, weights: jax.Array, call: Call) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of rows y [C, H] and weights [C] of a weighted combine, from those of its tokens, x [T, H]."""
+    rows, _, _, dots = _dispatch(handle, x, None, None, y, weights, call, x.dtype, x.dtype, "float32")
+    return rows, dots.sum(axis=1)
+
+
+def _dispatch(
+    handle: Handle,
+    x: jax.Array,
+    scales: jax.Array | None,
+    weights: jax.Array | None,
+    y: jax.Array | None,
+    y_weights: jax.Array | None,
+    call: Call,
+    wire: np.dtype,
+    dtype: np.dtype,
+    scale_format: ScaleFormat,
+) -> tuple[jax.Array, ...]:
     _register()
     tokens, top_k = handle.shape[1:]
     hidden, capacity = x.shape[1], handle.capacity
-    wire = x.dtype if scale_format is None else jnp.dtype(jnp.float8_e4m3fn)
-    dtype = jnp.dtype(dtype or x.dtype)
-    blocks = num_blocks(hidden) if scale_format is not None and dtype == wire else 0
+    blocks = num_blocks(hidden) if dtype == jnp.float8_e4m3fn else 0
     width = 0 if weights is None else top_k
-    row_weights = (capacity, width) if handle.row_order == "rank" else (capacity if width else 0,)
+    pieces = 0 if y is None else _native.require().dispatch_pieces(hidden * x.dtype.itemsize)
     results = [
         typed((capacity, hidden), _bits(dtype), x),
         typed((capacity, blocks), jnp.float32, x),
-        typed(row_weights, jnp.float32, x),
+        typed((capacity, width) if handle.row_order == "rank" else (capacity if width else 0,), jnp.float32, x),
+        typed((capacity, pieces), jnp.float32, x),
     ]
-    numbers = (*x.shape, x.dtype.name, wire.name, dtype.name, width)
-    rows, row_scales, weights_of_rows = jax.ffi.ffi_call(DISPATCH, results)(
+    rows, *others = jax.ffi.ffi_call(DISPATCH, results)(
         jax.lax.bitcast_convert_type(x, _bits(x.dtype)),
         jnp.zeros((tokens, 0), jnp.float32) if scales is None else scales,
         jnp.zeros((tokens, 0), jnp.float32) if weights is None else weights,
         handle.slots,
         handle.group_sizes,
         handle.counts,
-        **_of_call(DISPATCH, handle.group, numbers, handle.row_order, call),
+        jnp.zeros((capacity, 0), x.dtype) if y is None else y,
+        jnp.zeros((0,), jnp.float32) if y_weights is None else y_weights,
+        **_of_call(
+            DISPATCH,
+            handle.group,
+            (*x.shape, x.dtype.name, wire.name, dtype.name, width, pieces),
+            handle.row_order,
+            call,
+        ),
         x_element=np.int64(ELEMENTS.index(x.dtype)),
         wire_element=np.int64(ELEMENTS.index(wire)),
         row_element=np.int64(ELEMENTS.index(dtype)),
-        scale_format=np.int64(SCALE_FORMATS.index(scale_format or "float32")),
+        scale_format=np.int64(SCALE_FORMATS.index(scale_format)),
     )
-    return (
-        jax.lax.bitcast_convert_type(rows, dtype),
-        row_scales if blocks else None,
-        None if weights is None else weights_of_rows,
-    )
+    return jax.lax.bitcast_convert_type(rows, dtype), *others
 
 
 def _bits(dtype: np.dtype) -> np.dtype:

@@ -140,9 +140,11 @@ def _combine_transpose(handle: Handle, x: jax.Array, *, call: Call) -> jax.Array
     return _send(handle, x, None, call)[0]
 
 
-# Weighted combine: bilinear in (y, weights), the handle's arrays are passed along.
+# Weighted combine: bilinear in (y, weights), the handle's arrays are passed along. Where both have a tangent, these go
+# into one primitive, whose transpose brings the cotangents of both by one exchange.
 
 _weighted_combine_p = Primitive("jax_ep_weighted_combine")
+_tangent_p = Primitive("jax_ep_weighted_combine_tangent")
 
 
 def weighted_combine(handle: Handle, y: jax.Array, weights: jax.Array, call: Call) -> jax.Array:
@@ -155,10 +157,37 @@ def _weighted_combine(y: jax.Array, weights: jax.Array, *arrays: jax.Array, hand
     return _receive(jax.tree.unflatten(handle, arrays), y, weights, None, call)[0]
 
 
-@_weighted_combine_p.def_abstract_eval
-def _(y: Any, weights: Any, *arrays: Any, handle: Any, call: Call) -> Any:
-    tokens = jax.tree.unflatten(handle, arrays).shape[1]
-    return y.update(shape=(tokens, y.shape[1]))
+def _tangent(
+    ty: jax.Array, tweights: jax.Array, y: jax.Array, weights: jax.Array, *arrays: jax.Array, **static: Any
+) -> jax.Array:
+    """The tangent of a weighted combine; linear in ty and tweights."""
+    combine = functools.partial(_weighted_combine_p.bind, **static)
+    return combine(ty, weights, *arrays) + combine(y, tweights, *arrays)
+
+
+def _type_of_tokens(y: Any, *others: Any, handle: Any, call: Call) -> Any:
+    arrays = others[-HANDLE_ARRAYS:]
+    return y.update(shape=(jax.tree.unflatten(handle, arrays).shape[1], y.shape[1]))
+
+
+def _weighted_combine_jvp(primals: Any, tangents: Any, **static: Any) -> Any:
+    y, weights, *arrays = primals
+    ty, tweights = tangents[:2]
+    out = _weighted_combine_p.bind(*primals, **static)
+    if type(ty) is ad.Zero and type(tweights) is ad.Zero:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    if type(tweights) is ad.Zero:
+        return out, _weighted_combine_p.bind(ty, weights, *arrays, **static)
+    if type(ty) is ad.Zero:
+        return out, _weighted_combine_p.bind(y, tweights, *arrays, **static)
+    return out, _tangent_p.bind(ty, tweights, y, weights, *arrays, **static)
+
+
+def _tangent_jvp(primals: Any, tangents: Any, **static: Any) -> Any:
+    floats, arrays = primals[:4], primals[4:]
+    return jax.jvp(
+        lambda *floats: _tangent(*floats, *arrays, **static), floats, tuple(map(ad.instantiate_zeros, tangents[:4]))
+    )
 
 
 def _weighted_combine_transpose(
@@ -170,25 +199,85 @@ def _weighted_combine_transpose(
         zero = ad.Zero((y if wants_y else weights).aval.to_tangent_aval())
         return (zero, None, *none) if wants_y else (None, zero, *none)
     rows_of = jax.tree.unflatten(handle, arrays)
-    rows = linear_call(
-        functools.partial(_combine_transpose, call=call), functools.partial(_combine, call=call), rows_of, cotangent
-    )
-    has_token = reference.row_has_token(rows_of)[:, None]
     if wants_y:
-        # Selected, not multiplied: what a caller left in the padding, NaN included, reaches nothing.
-        product = jnp.where(has_token, rows.astype(jnp.float32) * weights[:, None], 0)
-        return (reference.cast(product, y.aval.dtype), None, *none)
-    product = jnp.where(has_token, rows.astype(jnp.float32) * y.astype(jnp.float32), 0)
-    return (None, product.sum(axis=1), *none)
+        return (_cotangent_of_y(rows_of, cotangent, weights, y.aval.dtype, call), None, *none)
+    return (None, _cotangent_of_weights(rows_of, cotangent, y, call), *none)
 
 
-ad.defjvp(
-    _weighted_combine_p,
-    lambda t, y, weights, *arrays, **static: _weighted_combine_p.bind(t, weights, *arrays, **static),
-    lambda t, y, weights, *arrays, **static: _weighted_combine_p.bind(y, t, *arrays, **static),
-    *(None,) * HANDLE_ARRAYS,
-)
+def _tangent_transpose(
+    cotangent: Any, ty: Any, tweights: Any, y: Any, weights: Any, *arrays: Any, handle: Any, call: Call
+) -> tuple[Any, ...]:
+    none = (None,) * (2 + len(arrays))
+    if type(cotangent) is ad.Zero:
+        zeros = (ad.Zero(t.aval.to_tangent_aval()) if ad.is_undefined_primal(t) else None for t in (ty, tweights))
+        return (*zeros, *none)
+    cotangents = _cotangents(call, jax.tree.unflatten(handle, arrays), cotangent, y, weights)
+    wanted = (ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, (ty, tweights), strict=True))
+    return (*wanted, *none)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _cotangents(
+    call: Call, handle: Handle, cotangent: jax.Array, y: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of rows y [C, H] and their weights [C], from those of tokens [T, H]."""
+
+    def by_kernel(handle: Handle, operands: Any) -> Any:
+        cotangent, y, weights = operands
+        return kernels.gradient(handle, cotangent, y, weights, call)
+
+    def in_jax(handle: Handle, operands: Any) -> Any:
+        cotangent, y, weights = operands
+        rows = reference.dispatch(handle, cotangent)
+        return (
+            reference.cast(_where_token(handle, rows, weights[:, None]), y.dtype),
+            _where_token(handle, rows, y).sum(axis=1),
+        )
+
+    size = cotangent.size and handle.capacity
+    return _by_kernels(handle.group, size, by_kernel, in_jax, handle, (cotangent, y, weights))
+
+
+@_cotangents.defjvp
+def _(call: Call, primals: Any, tangents: Any) -> Any:
+    handle, *floats = primals
+
+    def apart(cotangent: jax.Array, y: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (
+            _cotangent_of_y(handle, cotangent, weights, y.dtype, call),
+            _cotangent_of_weights(handle, cotangent, y, call),
+        )
+
+    return _cotangents(call, *primals), jax.jvp(apart, tuple(floats), tuple(tangents[1:]))[1]
+
+
+def _cotangent_of_y(handle: Handle, cotangent: jax.Array, weights: jax.Array, dtype: Any, call: Call) -> jax.Array:
+    rows = _rows_of_cotangent(handle, cotangent, call)
+    return reference.cast(_where_token(handle, rows, weights[:, None]), dtype)
+
+
+def _cotangent_of_weights(handle: Handle, cotangent: jax.Array, y: jax.Array, call: Call) -> jax.Array:
+    return _where_token(handle, _rows_of_cotangent(handle, cotangent, call), y).sum(axis=1)
+
+
+def _rows_of_cotangent(handle: Handle, cotangent: jax.Array, call: Call) -> jax.Array:
+    """Of tokens [T, H], to rows [C, H]; linear."""
+    forward, back = (functools.partial(f, call=call) for f in (_combine_transpose, _combine))
+    return linear_call(forward, back, handle, cotangent)
+
+
+def _where_token(handle: Handle, rows: jax.Array, factor: jax.Array) -> jax.Array:
+    """Their float32 product, +0 in rows without a token: selected, since a caller may have left NaN there."""
+    product = rows.astype(jnp.float32) * factor.astype(jnp.float32)
+    return jnp.where(reference.row_has_token(handle)[:, None], product, 0)
+
+
+ad.primitive_jvps[_weighted_combine_p] = _weighted_combine_jvp
+ad.primitive_jvps[_tangent_p] = _tangent_jvp
 ad.primitive_transposes[_weighted_combine_p] = _weighted_combine_transpose
-mlir.register_lowering(_weighted_combine_p, mlir.lower_fun(_weighted_combine, multiple_results=False))
-_weighted_combine_p.def_impl(functools.partial(jax.jit, static_argnames=("handle", "call"))(_weighted_combine))
-batching.primitive_batchers[_weighted_combine_p] = lambda args, dims, **static: refuse_vmap("combine", dims)
+ad.primitive_transposes[_tangent_p] = _tangent_transpose
+for _primitive, _function in ((_weighted_combine_p, _weighted_combine), (_tangent_p, _tangent)):
+    _primitive.def_abstract_eval(_type_of_tokens)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
+    _primitive.def_impl(functools.partial(jax.jit, static_argnames=("handle", "call"))(_function))
+    batching.primitive_batchers[_primitive] = lambda args, dims, **static: refuse_vmap("combine", dims)

@@ -89,7 +89,8 @@ ffi::Error GroupLayoutImpl(cudaStream_t stream, int64_t serial, int64_t fingerpr
 
 ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint, int64_t tag, int64_t num_sms,
                         int64_t row_order, ffi::AnyBuffer x, ffi::AnyBuffer scales, ffi::AnyBuffer weights, S32 slots,
-                        S32 group_sizes, S32 counts, AnyResult rows, AnyResult row_scales, AnyResult row_weights,
+                        S32 group_sizes, S32 counts, ffi::AnyBuffer y, ffi::AnyBuffer y_weights, AnyResult rows,
+                        AnyResult row_scales, AnyResult row_weights, AnyResult dots,
                         int64_t x_element, int64_t wire_element, int64_t row_element, int64_t scale_format) {
   const auto group = Open(serial, fingerprint, tag, num_sms, row_order);
   if (!group.has_value()) return group.error();
@@ -125,6 +126,14 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
   args.rows = rows->untyped_data();
   args.row_scales = OrNull<float>(*row_scales);
   args.row_weights = OrNull<uint32_t>(*row_weights);
+  args.y = OrNull<const void>(y);
+  args.y_weights = OrNull<const float>(y_weights);
+  args.dots = OrNull<float>(*dots);
+  if (args.y != nullptr &&
+      (y.size_bytes() != rows->size_bytes() || static_cast<int64_t>(y_weights.element_count()) != args.capacity ||
+       static_cast<int64_t>(dots->element_count()) != args.capacity * int64_t{DispatchPieces(BytesOfRow(*rows))})) {
+    return Refuse("expected y of the rows' size, a weight a row, and dots");
+  }
   args.lends = PeersCanRead(group->rank, {args.x, args.scales, args.weights});
   return Launched(LaunchDispatch(group->rank.peers, group->call, args, group->num_sms, stream));
 }
@@ -200,6 +209,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpDispatchCuda, DispatchImpl,
                                   .Arg<S32>()
                                   .Arg<S32>()
                                   .Arg<S32>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()

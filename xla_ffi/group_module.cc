@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/dispatch.h"
 #include "cuda/layout.h"
 #include "cuda/link.h"
 #include "cuda/symmetric_memory.h"
@@ -70,6 +71,7 @@ double LinkBandwidth(int device, int peer, int64_t bytes, int repeats) {
 void DefineGroups(nb::module_& module) {
   module.attr("max_ranks") = kMaxRanks;
   module.attr("max_top_k") = kMaxTopK;
+  module.def("dispatch_pieces", &DispatchPieces, nb::arg("row_bytes"), "Pieces that a row is moved in by dispatch.");
   module.def("layout_scratch_words", &LayoutScratchWords, nb::arg("local_experts"),
              "Words of scratch that the layout kernels need.");
   module.def(

@@ -27,6 +27,7 @@
 #include "cuda/dispatch.h"
 #include "cuda/element.h"
 #include "cuda/group_layout.h"
+#include "cuda/launch.cuh"
 #include "cuda/layout.h"
 #include "cuda/layout_rule.h"
 #include "tests/cuda/host_reference.h"
@@ -395,6 +396,7 @@ struct LayoutKind {
 struct DispatchKind {
   Element from, wire, to;
   ScaleFormat scale_format;
+  bool gradient = false;  // of a weighted combine
 };
 struct CombineKind {
   Element element;
@@ -416,6 +418,7 @@ Decks MakeDecks() {
   std::vector<CombineKind> combines;
   for (const Element wide : kWide) {
     dispatches.push_back({wide, wide, wide, ScaleFormat::kFloat32});
+    dispatches.push_back({wide, wide, wide, ScaleFormat::kFloat32, true});
     dispatches.push_back({kFp8, kFp8, wide, ScaleFormat::kFloat32});
     for (const ScaleFormat format : {ScaleFormat::kFloat32, ScaleFormat::kUe8m0}) {
       dispatches.push_back({wide, kFp8, kFp8, format});
@@ -492,7 +495,11 @@ class LayoutOperation : public Operation {
       const int device = group.device[rank];
       const auto own = routing.index.begin() + rank * words_;
       Results& r = results_.emplace_back();
-      r.index = Upload(device, std::vector<int32_t>(own, own + words_));
+      std::vector<int32_t> given(own, own + words_);
+      constexpr int32_t kLowest = std::numeric_limits<int32_t>::min();
+      const int32_t none[] = {-1, -2, kLowest, shape.ranks * shape.local_experts, std::numeric_limits<int32_t>::max()};
+      for (int32_t& expert : given) expert = expert >= 0 ? expert : none[draw->Below(5)];  // all the same to it
+      r.index = Upload(device, given);
       r.of_group = Placed(device, shape);
       r.all_indices = Upload(device, routing.index);
       r.first_expert = Upload(device, std::vector<int32_t>{rank * shape.local_experts});
@@ -576,22 +583,26 @@ class DispatchOperation : public Operation {
   DispatchOperation(const Group& group, const LayoutOperation& layout, Decks* decks, Draw* draw)
       : group_(group), layout_(layout) {
     tokens_.hidden = group.sizes.hidden;
-    const DispatchKind kind = decks->dispatches.Deal(
-        draw, [&](const DispatchKind& k) { return group.Takes(k.from) && group.Takes(k.wire) && group.Takes(k.to); });
+    const bool by_rank = layout.routing.order == RowOrder::kRank;
+    const DispatchKind kind = decks->dispatches.Deal(draw, [&](const DispatchKind& k) {
+      return group.Takes(k.from) && group.Takes(k.wire) && group.Takes(k.to) && !(by_rank && k.gradient);
+    });
+    gradient_ = kind.gradient;
     tokens_.from = kind.from;
     tokens_.wire = kind.wire;
     tokens_.to = kind.to;
     tokens_.scale_format = kind.scale_format;
     num_sms_ = draw->Between(1, 5);
     for (int rank = 0; rank < group.sizes.ranks; ++rank) DrawTokens(rank, draw);
-    if (draw->Chance(70)) {
+    if (draw->Chance(70) && !gradient_) {
       for (int rank = 0; rank < group.sizes.ranks; ++rank) DrawWeights(rank, draw);
     }
+    for (int rank = 0; gradient_ && rank < group.sizes.ranks; ++rank) DrawCombined(rank, draw);
     const bool quantises = tokens_.wire != tokens_.from;
     name = std::string("dispatch of ") + NameOf(tokens_.from) + " as " + NameOf(tokens_.wire) + " to " +
            NameOf(tokens_.to) + (quantises && tokens_.scale_format == ScaleFormat::kUe8m0 ? " (ue8m0)" : "") +
-           (tokens_.weights.empty() ? "" : " with weights") + ", " + layout.Describe() + ", " +
-           std::to_string(num_sms_) + " SMs";
+           (tokens_.weights.empty() ? "" : " with weights") + (gradient_ ? ", gradient" : "") + ", " +
+           layout.Describe() + ", " + std::to_string(num_sms_) + " SMs";
 
     const LayoutShape& shape = layout.routing.shape;
     const int64_t weights_of_row = layout.routing.order == RowOrder::kRank ? shape.top_k : 1;
@@ -603,6 +614,11 @@ class DispatchOperation : public Operation {
       if (tokens_.from == Element::kFloat8) a.scales = Upload(device, tokens_.scales[rank]);
       if (tokens_.to == Element::kFloat8) {
         a.row_scales = ForResult(device, int64_t{shape.capacity} * host::ScaleBlocks(tokens_.hidden) * 4);
+      }
+      if (gradient_) {
+        a.y = Upload(device, y_[rank]);
+        a.y_weights = Upload(device, y_weights_[rank]);
+        a.dots = ForResult(device, int64_t{shape.capacity} * PiecesOfRow() * 4);
       }
       if (tokens_.weights.empty()) continue;
       a.weights = Upload(device, tokens_.weights[rank]);
@@ -633,6 +649,9 @@ class DispatchOperation : public Operation {
     args.rows = arrays.rows.data();
     args.row_scales = arrays.row_scales.data<float>();
     args.row_weights = arrays.row_weights.data<uint32_t>();
+    args.y = arrays.y.data();
+    args.y_weights = arrays.y_weights.data<float>();
+    args.dots = arrays.dots.data<float>();
     args.lends = (call.tag + rank) % 2 == 0;  // each rank for itself: peers find it either way
     return LaunchDispatch(group_.of_rank[rank], call, args, num_sms_, group_.stream[rank]);
   }
@@ -644,6 +663,10 @@ class DispatchOperation : public Operation {
       const host::Rows e = host::Dispatch(layout_.routing, layout_.expected[rank], tokens_);
       const Arrays& a = arrays_[rank];
       report->At(name, rank);
+      if (gradient_) {
+        VerifyGradient(rank, e.x, report);
+        continue;
+      }
       if (moves) {
         report->Bits("rows", e.x, a.rows, BytesOf(tokens_.to));
         report->Bits("row_scales", AsBytes(e.scales), a.row_scales, 4);
@@ -657,8 +680,67 @@ class DispatchOperation : public Operation {
 
  private:
   struct Arrays {
-    DeviceBytes x, scales, weights, rows, row_scales, row_weights;
+    DeviceBytes x, scales, weights, rows, row_scales, row_weights, y, y_weights, dots;
   };
+
+  int PiecesOfRow() const { return DispatchPieces(int64_t{tokens_.hidden} * BytesOf(tokens_.from)); }
+
+  // Rows of which only those with a token may be read.
+  void DrawCombined(int rank, Draw* draw) {
+    const int32_t capacity = layout_.routing.shape.capacity;
+    const std::vector<bool> real = host::RowsWithToken(layout_.expected[rank], capacity);
+    const int width = BytesOf(tokens_.from);
+    Bytes y(int64_t{capacity} * tokens_.hidden * width);
+    std::vector<float> weights;
+    for (int row = 0; row < capacity; ++row) {
+      for (int i = 0; i < tokens_.hidden; ++i) {
+        const float value = real[row] ? draw->Value(-8, 8) : host::FloatOf(kNanWord);
+        host::Store(y.data(), int64_t{row} * tokens_.hidden + i, width, host::Encode(tokens_.from, value));
+      }
+      weights.push_back(real[row] ? draw->Value(-6, 6) : host::FloatOf(kNanWord));
+    }
+    y_.push_back(std::move(y));
+    y_weights_.push_back(std::move(weights));
+  }
+
+  // Products to the bit; sums of products, whose order is open, to float32 of some rounding.
+  void VerifyGradient(int rank, const Bytes& rows, Report* report) const {
+    const int32_t capacity = layout_.routing.shape.capacity;
+    const std::vector<bool> real = host::RowsWithToken(layout_.expected[rank], capacity);
+    const int hidden = tokens_.hidden;
+    const int width = BytesOf(tokens_.from);
+    const Bytes downloaded = arrays_[rank].dots.Download();
+    Bytes products(rows.size(), 0);
+    Bytes dots(downloaded.size(), 0);
+    for (int row = 0; row < capacity; ++row) {
+      if (!real[row]) continue;
+      double sum = 0;
+      double magnitude = 0;
+      for (int i = 0; i < hidden; ++i) {
+        const int64_t at = int64_t{row} * hidden + i;
+        const float x = host::Decode(tokens_.from, host::Load(rows.data(), at, width));
+        const float y = host::Decode(tokens_.from, host::Load(y_[rank].data(), at, width));
+        host::Store(products.data(), at, width, host::Encode(tokens_.from, x * y_weights_[rank][row]));
+        sum += double{x} * y;
+        magnitude += std::abs(double{x} * y);
+      }
+      double got = 0;
+      const int pieces = PiecesOfRow();
+      for (int piece = 0; piece < pieces; ++piece) {
+        got += host::FloatOf(host::Load(downloaded.data(), int64_t{row} * pieces + piece, 4));
+      }
+      const bool right = std::isfinite(sum) && magnitude < 1e38 ? std::abs(got - sum) <= 1e-5 * magnitude + 1e-37
+                                                                : !(std::abs(got) < 1e37);
+      // What is right is expected as it came.
+      for (int piece = 0; piece < pieces; ++piece) {
+        const int64_t at = int64_t{row} * pieces + piece;
+        const uint32_t bits = right ? host::Load(downloaded.data(), at, 4) : host::BitsOf(static_cast<float>(sum));
+        host::Store(dots.data(), at, 4, bits);
+      }
+    }
+    report->Numbers("rows", products, arrays_[rank].rows, tokens_.to);
+    report->Numbers("dots", dots, arrays_[rank].dots, Element::kFloat32);
+  }
 
   bool HasPick(int rank, int token) const {
     const host::Routing& routing = layout_.routing;
@@ -722,6 +804,9 @@ class DispatchOperation : public Operation {
 
   const Group& group_;
   const LayoutOperation& layout_;
+  bool gradient_ = false;
+  std::vector<Bytes> y_;  // of each rank
+  std::vector<std::vector<float>> y_weights_;
   host::Tokens tokens_;
   int num_sms_;
   std::vector<Arrays> arrays_;  // of each rank
@@ -832,7 +917,8 @@ class CombineOperation : public Operation {
 // --- Kernels of this driver
 
 __global__ void Idle(int microseconds) {
-  for (int i = 0; i < microseconds; ++i) __nanosleep(1000);
+  constexpr int kNap = 100;
+  for (int left = microseconds; left > 0; left -= kNap) __nanosleep(1000 * min(left, kNap));
 }
 
 // One for each rank: says that it is here, and waits, but not for ever, until all have said so.
@@ -850,8 +936,8 @@ __global__ void Meet(volatile int* here, int rank, int ranks, int* met) {
 
 cudaError_t LoadDriverKernels() {
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(Idle));
-  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(Meet)) : error;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, Idle);
+  return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, Meet) : error;
 }
 
 // Whether kernels of all ranks' streams, launched as those of the exchange are, run at once. If not (a tool may make
@@ -864,14 +950,8 @@ bool RanksMeet(const Group& group, int devices) {
   met.Fill(0, 0, ranks * 4);
   WaitForAll(devices);
   for (int rank = 0; rank < ranks; ++rank) {
-    volatile int* flags = here.data<int>();
-    int* seen = met.data<int>();
-    int mine = rank;
-    int all = ranks;
-    void* arguments[] = {&flags, &mine, &all, &seen};
     Check(cudaSetDevice(group.device[rank]), "cudaSetDevice");
-    Check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(Meet), dim3(1), dim3(1), arguments, 0,
-                                      group.stream[rank]),
+    Check(LaunchTogether(Meet, 1, 1, 0, group.stream[rank], here.data<int>(), rank, ranks, met.data<int>()),
           "launch of Meet");
   }
   WaitForAll(devices);
@@ -908,10 +988,8 @@ std::vector<std::unique_ptr<Operation>> DrawOperations(const Group& group, int c
 
 // Holds up a rank, for as long as several operations take.
 void Delay(const Group& group, int rank, int microseconds) {
-  void* arguments[] = {&microseconds};
   Check(cudaSetDevice(group.device[rank]), "cudaSetDevice");
-  Check(cudaLaunchKernel(reinterpret_cast<const void*>(Idle), dim3(1), dim3(1), arguments, 0, group.stream[rank]),
-        "launch of Idle");
+  Check(LaunchKernel(Idle, 1, 1, 0, group.stream[rank], microseconds), "launch of Idle");
 }
 
 void RunCase(const GroupSizes& sizes, int number, int devices, const Options& options, Decks* decks, Report* report) {

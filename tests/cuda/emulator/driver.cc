@@ -1,0 +1,1 @@
+#include "tests/cuda/exchange_driver.cu"
