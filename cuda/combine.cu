@@ -463,7 +463,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
   } else {
     Sum<T, TermsOfOwn>(job, CrewOf(pushing_warps, kCombineWarps), ring);
   }
-  Finish(peers, epoch);
+  Finish(peers, call, epoch, false, "combine");
 }
 
 constexpr int kSharedBytes = kCombineWarps * static_cast<int>(sizeof(WarpRing));

@@ -440,7 +440,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
     __syncwarp();
     WatchChunks(peers, call, epoch, chunks, quantizes ? -1 : peers.rank, &progress, "dispatch");
   }
-  Finish(peers, epoch, &call, lends, "dispatch");
+  Finish(peers, call, epoch, lends, "dispatch");
 }
 
 using Kernel = void (*)(Peers, Call, DispatchArgs, int);

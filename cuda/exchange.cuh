@@ -41,9 +41,14 @@ inline __device__ Crew CrewOf(int first, int end) {
           static_cast<int>(gridDim.x) * each, static_cast<int>(threadIdx.x % kWarpSize)};
 }
 
-// One message is enough: the others wait for the end that it brings.
+// One message is enough.
 inline __device__ bool IsFirstToFail(Header* mine, int64_t epoch) {
   return atomicExch(reinterpret_cast<unsigned long long*>(&mine->failed), static_cast<unsigned long long>(epoch)) == 0;
+}
+
+// For those that must not go on, while the one that prints brings the end.
+inline __device__ void AwaitTheEnd() {
+  while (true) __nanosleep(1000);
 }
 
 // These end the program. Not inlined: what they need must not take registers from the work.
@@ -59,7 +64,7 @@ static __device__ __noinline__ void StopWaiting(Header* mine, int rank, int64_t 
 
 static __device__ __noinline__ void RefuseTag(Header* mine, int rank, int64_t tag, int group, int64_t epoch,
                                               int64_t seen, int peer, const char* operation) {
-  if (!IsFirstToFail(mine, epoch)) return;
+  if (!IsFirstToFail(mine, epoch)) AwaitTheEnd();
   printf(
       "jax_ep: group %d, %s: rank %d is at call site %llx and rank %d at %llx, both in epoch %lld; the ranks run "
       "different programs, or one program in different order\n",
@@ -69,7 +74,7 @@ static __device__ __noinline__ void RefuseTag(Header* mine, int rank, int64_t ta
 }
 
 static __device__ __noinline__ void RefuseOverlap(Header* mine, int rank, int group, int64_t epoch) {
-  if (!IsFirstToFail(mine, epoch)) return;
+  if (!IsFirstToFail(mine, epoch)) AwaitTheEnd();
   printf(
       "jax_ep: group %d: rank %d has begun an operation while another one of the group ran on the same GPU; leave "
       "xla_gpu_command_buffer_scheduling_mode as it is, or take CUSTOM_CALL out of xla_gpu_enable_command_buffer\n",
@@ -81,12 +86,11 @@ static __device__ __noinline__ void RefuseOverlap(Header* mine, int rank, int gr
 // nothing of a group that was closed: a CUDA graph may still be replayed, of which the host gets no notice.
 inline __device__ int64_t EpochOf(const Peers& peers, const Call& call, const char* operation) {
   if (LoadPeerWord(peers.open) == 0) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-      printf(
-          "jax_ep: group %d, %s: the group was closed, and a program that was compiled for it still runs; make a "
-          "group and compile again\n",
-          call.serial, operation);
-    }
+    if (blockIdx.x != 0 || threadIdx.x != 0) AwaitTheEnd();
+    printf(
+        "jax_ep: group %d, %s: the group was closed, and a program that was compiled for it still runs; make a group "
+        "and compile again\n",
+        call.serial, operation);
     __trap();
   }
   return LoadPeerWord(&HeaderOf(peers, peers.rank)->epoch) + 1;
@@ -177,9 +181,11 @@ inline __device__ void WatchChunks(const Peers& peers, const Call& call, int64_t
       all &= now == chunks.count;
       if (now > known) {
         LoadAcquire(word);  // each lane its word: acquires what the peer has released
-        __threadfence_block();
         __syncwarp();
-        if (lane == 0) progress->Set(peer, now);
+        if (lane == 0) {
+          __threadfence_block();
+          progress->Set(peer, now);
+        }
         __syncwarp();
         start = Nanoseconds();
       } else if (lane == 0 && Nanoseconds() - start > call.timeout_ns) {
@@ -246,28 +252,28 @@ struct Item {
   }
 };
 
-// Makes `epoch` the last finished. By all threads of all blocks, after their last access to the epoch's buffers. With
-// `call`, not before every peer has read all that it reads of this rank, if this rank `lends`.
-inline __device__ void Finish(const Peers& peers, int64_t epoch, const Call* call = nullptr, bool lends = false,
-                              const char* operation = nullptr) {
+// Makes `epoch` the last finished, and tells the peers that this rank has read what it reads of theirs. By all threads
+// of all blocks, after their last access to the epoch's buffers. What this rank `lends` its peers have read, then.
+inline __device__ void Finish(const Peers& peers, const Call& call, int64_t epoch, bool lends, const char* operation) {
   __shared__ bool last;
   __syncthreads();
   Header* mine = HeaderOf(peers, peers.rank);
-  if (threadIdx.x == 0) last = CountUp(&mine->blocks_done) + 1 == gridDim.x;
+  if (threadIdx.x == 0) {
+    if (LoadPeerWord(&mine->epoch) + 1 != epoch) RefuseOverlap(mine, peers.rank, call.serial, epoch);
+    last = CountUp(&mine->blocks_done) + 1 == gridDim.x;
+  }
   __syncthreads();
   if (!last) return;
-  if (call != nullptr) {
-    for (int peer = threadIdx.x; peer < peers.layout.shape.ranks; peer += blockDim.x) {
-      StoreRelease(&HeaderOf(peers, peer)->read[peers.rank], epoch);
-      if (lends) Await(peers, *call, &mine->read[peer], epoch, peer, operation);
-    }
-    __syncthreads();
+  for (int peer = threadIdx.x; peer < peers.layout.shape.ranks; peer += blockDim.x) {
+    StoreRelease(&HeaderOf(peers, peer)->read[peers.rank], epoch);
+    if (lends) Await(peers, call, &mine->read[peer], epoch, peer, operation);
   }
-  if (threadIdx.x == 0) {
-    mine->blocks_done = 0;
-    mine->busy = 0;
-    mine->epoch = epoch;
-  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  mine->blocks_done = 0;
+  mine->epoch = epoch;
+  __threadfence();
+  mine->busy = 0;
 }
 
 // The rows that one rank holds of one token, in a warp.

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     dropped = BlockSum(dropped);
     if (threadIdx.x == 0) *a.num_dropped = dropped;
   }
-  Finish(peers, epoch);
+  Finish(peers, call, epoch, false, "layout");
 }
 
 __device__ bool HasKey(const Keys& keys, int64_t pick, int top_k) {
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     atomicAdd(&a.counts[e], counts[e]);
     atomicAdd(&a.group_sizes[e], counts[e]);
   }
-  Finish(peers, epoch);
+  Finish(peers, call, epoch, false, "layout");
 }
 
 // How many keys of a piece fit into shared memory besides `bytes` of it.

@@ -1,11 +1,12 @@
 #include "cuda/symmetric_memory.h"
 
 #include <cuda.h>
-#include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <utility>
 
 namespace jax_ep {
@@ -80,7 +81,6 @@ std::string Allocate(int64_t serial, int device, const GroupShape& shape, Memory
     cudaFree(memory.own);
     return Describe("group memory", error);
   }
-  name->process = getpid();
   name->address = reinterpret_cast<int64_t>(memory.own);
   name->device = device;
   name->handle.assign(reinterpret_cast<const char*>(&handle), sizeof(handle));
@@ -89,8 +89,8 @@ std::string Allocate(int64_t serial, int device, const GroupShape& shape, Memory
   return "";
 }
 
-std::string Connect(int64_t serial, int device, int rank, const std::vector<MemoryName>& names, int64_t fingerprint,
-                    int64_t timeout_ns, int num_sms) {
+std::string Connect(int64_t serial, int device, int rank, int64_t process, const std::vector<MemoryName>& names,
+                    int64_t fingerprint, int64_t timeout_ns, int num_sms) {
   OnDevice on(device);
   if (on.error != cudaSuccess) return Describe("cudaSetDevice", on.error);
   std::lock_guard<std::mutex> lock(mutex);
@@ -102,9 +102,9 @@ std::string Connect(int64_t serial, int device, int rank, const std::vector<Memo
   for (size_t peer = 0; peer < names.size(); ++peer) {
     const MemoryName& name = names[peer];
     memory.open.devices[peer] = name.device;
-    memory.open.one_process &= name.process == getpid();
+    memory.open.one_process &= name.process == process;
     void* base = nullptr;
-    if (name.process == getpid()) {
+    if (name.process == process) {
       base = reinterpret_cast<void*>(name.address);
       if (name.device != device) {
         const cudaError_t error = cudaDeviceEnablePeerAccess(name.device, 0);
@@ -137,21 +137,69 @@ std::string Connect(int64_t serial, int device, int rank, const std::vector<Memo
   return "";
 }
 
-std::string Release(int64_t serial) {
-  std::lock_guard<std::mutex> lock(mutex);
-  std::string problem;
-  auto& registry = Registry();
-  for (auto it = registry.lower_bound({serial, 0}); it != registry.end() && it->first.first == serial;) {
-    OnDevice on(it->first.second);
-    cudaError_t error = cudaDeviceSynchronize();  // nothing that runs may lose its memory
-    if (error == cudaSuccess) error = cudaMemset(it->second.open_word, 0, sizeof(int64_t));
-    if (error == cudaSuccess) error = cudaDeviceSynchronize();
-    for (void* base : it->second.imported) cudaIpcCloseMemHandle(base);
-    if (error == cudaSuccess) error = cudaFree(it->second.own);
-    if (error != cudaSuccess) problem = Describe("releasing the group", error);
-    it = registry.erase(it);
+namespace {
+
+// Whether all peers have read what they read of a rank in the operations that it has finished. They need not have when
+// it finishes, and what they read must not go before.
+bool PeersHaveRead(const RankMemory& memory) {
+  Header header;
+  for (int tries = 0; tries < 1000; ++tries) {
+    if (cudaMemcpy(&header, memory.own, sizeof(header), cudaMemcpyDeviceToHost) != cudaSuccess) return false;
+    bool all = true;
+    for (int peer = 0; peer < memory.open.peers.layout.shape.ranks; ++peer) all &= header.read[peer] >= header.epoch;
+    if (all) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  return problem;
+  return false;
+}
+
+cudaError_t SyncAll(const std::vector<int>& devices) {
+  cudaError_t error = cudaSuccess;
+  for (const int device : devices) {
+    OnDevice on(device);
+    const cudaError_t here = cudaDeviceSynchronize();
+    if (error == cudaSuccess) error = here;
+  }
+  return error;
+}
+
+}  // namespace
+
+std::string Release(int64_t serial) {
+  std::vector<int> devices;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (const auto& entry : Registry()) {
+      if (entry.first.first == serial) devices.push_back(entry.first.second);
+    }
+  }
+  // Never with the lock: what runs may wait for a launch on another device, which takes it.
+  cudaError_t error = SyncAll(devices);
+  std::vector<RankMemory> held;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (const int device : devices) {
+      const auto found = Registry().find({serial, device});
+      if (found == Registry().end()) continue;
+      held.push_back(std::move(found->second));
+      Registry().erase(found);
+      OnDevice on(device);
+      const cudaError_t here = cudaMemset(held.back().open_word, 0, sizeof(int64_t));
+      if (error == cudaSuccess) error = here;
+    }
+  }
+  const cudaError_t again = SyncAll(devices);
+  if (error == cudaSuccess) error = again;
+  std::string problem;
+  for (size_t i = 0; i < held.size(); ++i) {
+    OnDevice on(devices[i]);
+    // Kept for good rather than taken from under a peer that still runs, or after a fault.
+    if (error != cudaSuccess || (held[i].connected && !PeersHaveRead(held[i]))) continue;
+    for (void* base : held[i].imported) cudaIpcCloseMemHandle(base);
+    const cudaError_t here = cudaFree(held[i].own);
+    if (here != cudaSuccess) problem = Describe("releasing the group", here);
+  }
+  return error == cudaSuccess ? problem : Describe("releasing the group", error);
 }
 
 bool PeersCanRead(const OpenRank& rank, std::initializer_list<const void*> addresses) {

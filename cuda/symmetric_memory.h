@@ -17,7 +17,7 @@ namespace jax_ep {
 
 // What a rank tells the others of its memory.
 struct MemoryName {
-  int64_t process;     // id of the process that owns it
+  int64_t process;     // the process that owns it, by whatever numbers the caller tells them apart
   int64_t address;     // its address there
   int32_t device;      // its CUDA device there
   std::string handle;  // CUDA IPC handle, for other processes
@@ -35,14 +35,14 @@ struct OpenRank {
 
 // All return an empty string, or what went wrong.
 
-// Allocates and clears this rank's memory.
+// Allocates and clears this rank's memory. Leaves name->process to the caller.
 std::string Allocate(int64_t serial, int device, const GroupShape& shape, MemoryName* name);
 
-// Reaches all ranks' memory, in rank order, and loads the kernels. After all ranks have allocated.
-std::string Connect(int64_t serial, int device, int rank, const std::vector<MemoryName>& names, int64_t fingerprint,
-                    int64_t timeout_ns, int num_sms);
+// Reaches all ranks' memory, in rank order, and loads the kernels. After all ranks have allocated. `process` is this.
+std::string Connect(int64_t serial, int device, int rank, int64_t process, const std::vector<MemoryName>& names,
+                    int64_t fingerprint, int64_t timeout_ns, int num_sms);
 
-// Gives back what the group holds in this process. Its executables fail from then on.
+// Gives back what the group holds in this process, once nothing runs that uses it. Its executables fail from then on.
 std::string Release(int64_t serial);
 
 // Whether all peers of a rank can read what is at these addresses of its device, whoever has allocated it.

@@ -2,6 +2,7 @@ from collections.abc import Sequence
 
 max_ranks: int
 max_top_k: int
+max_local_experts: int
 
 def build_info() -> dict[str, object]: ...
 def handlers() -> dict[tuple[str, str], object]: ...
@@ -10,11 +11,12 @@ def layout_scratch_words(local_experts: int) -> int: ...
 def group_bytes(ranks: int, max_tokens: int, top_k: int, hidden: int, element_bytes: int) -> int: ...
 def allocate_group(
     serial: int, device: int, ranks: int, max_tokens: int, top_k: int, hidden: int, element_bytes: int
-) -> tuple[int, int, int, bytes]: ...
+) -> tuple[int, int, bytes]: ...
 def connect_group(
     serial: int,
     device: int,
     rank: int,
+    process: int,
     names: Sequence[tuple[int, int, int, bytes]],
     fingerprint: int,
     timeout_s: float,

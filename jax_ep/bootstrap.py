@@ -21,7 +21,8 @@ from jax_ep.config import GroupConfig
 from jax_ep.topology import member_devices
 
 GROUP_KERNELS = ("jax_ep_group_layout", "jax_ep_dispatch", "jax_ep_combine")
-_HOST_WORDS = 2  # of a record: device id and host
+_HOST_WORDS = 2  # of a record: device id, and whether it failed
+_HANDLE_BYTES = 64  # of a CUDA IPC handle
 _NAME_WORDS = 3  # process, address, device
 _COPY_BYTES, _COPIES = 2**28, 20  # long enough that starting a copy does not count
 
@@ -38,6 +39,8 @@ def why_not(mesh: Any, axes: tuple[str, ...], config: GroupConfig) -> str | None
         return f"this build of jax_ep has no CUDA kernels for dispatch and combine ({reason})"
     if config.num_ranks > module.max_ranks:
         return f"the group has {config.num_ranks} ranks, and the kernels take {module.max_ranks}"
+    if config.num_local_experts > module.max_local_experts:
+        return f"a rank has {config.num_local_experts} experts, and the kernels take {module.max_local_experts}"
     if config.top_k > module.max_top_k:
         return f"top_k is {config.top_k}, and the kernels take {module.max_top_k}"
     row_bytes = config.hidden * config.dtype.itemsize
@@ -45,6 +48,20 @@ def why_not(mesh: Any, axes: tuple[str, ...], config: GroupConfig) -> str | None
         step = 16 // config.dtype.itemsize
         padded = -(-config.hidden // step) * step
         return f"rows of {row_bytes} bytes are no multiple of 16; pad hidden from {config.hidden} to {padded}"
+    # What this process sees of its devices may not be what others see of theirs: all must choose alike.
+    obstacle = _obstacle_here(module, mesh, axes)
+    seen = _gather_records(np.array([[_host(), obstacle is not None]], np.int64))
+    if obstacle is not None:
+        return obstacle
+    if seen[:, 1].any():
+        return f"process {int(seen[:, 1].argmax())} cannot run them; its own group says why"
+    hosts = {int(host) for host in seen[:, 0]}
+    if len(hosts) > 1:
+        return f"its processes run on {len(hosts)} hosts, and the kernels reach within one"
+    return None
+
+
+def _obstacle_here(module: Any, mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> str | None:
     for device in _local_members(mesh):
         facts = module.device_facts(device.local_hardware_id)
         if facts["compute_capability"] != (9, 0):
@@ -55,9 +72,6 @@ def why_not(mesh: Any, axes: tuple[str, ...], config: GroupConfig) -> str | None
             for peer in local:
                 if not module.can_reach(device.local_hardware_id, peer.local_hardware_id):
                     return f"{device} cannot reach the memory of {peer}"
-    hosts = {int(host) for host in _gather_records(np.array([[0, _host()]], np.int64))[:, 1]}
-    if len(hosts) > 1:
-        return f"its processes run on {len(hosts)} hosts, and the kernels reach within one"
     return None
 
 
@@ -82,13 +96,19 @@ def open_group(
       RuntimeError: memory cannot be had or reached; with the bytes wanted and what makes them fewer.
     """
     module = _native.require()
-    local = _local_members(mesh)
     records = []
-    for device in local:
-        process, address, ordinal, handle = module.allocate_group(serial, device.local_hardware_id, *_shape(config))
-        words = np.array([device.id, _host(), process, address, ordinal], np.int64)
+    problem = ""
+    for device in _local_members(mesh):
+        address, ordinal, handle = 0, 0, bytes(_HANDLE_BYTES)
+        try:
+            address, ordinal, handle = module.allocate_group(serial, device.local_hardware_id, *_shape(config))
+        except RuntimeError as error:  # said once the others know: they would wait for this process
+            problem = str(error)
+        words = np.array([device.id, bool(problem), jax.process_index(), address, ordinal], np.int64)
         records.append(np.concatenate([words, np.frombuffer(handle, np.int64)]))
-    everyone = {int(record[0]): record for record in _gather_records(np.stack(records))}
+    gathered = _gather_records(np.stack(records))
+    _raise_if_any(problem, gathered[:, 1], "allocate its memory")
+    everyone = {int(record[0]): record for record in gathered}
     for members in member_devices(mesh.devices, mesh.axis_names, axes):
         names = [_name(everyone[device.id]) for device in members]
         for rank, device in enumerate(members):
@@ -96,8 +116,20 @@ def open_group(
                 continue
             ordinal = device.local_hardware_id
             sms = num_sms or module.device_facts(ordinal)["num_sms"]
-            module.connect_group(serial, ordinal, rank, names, fingerprint, timeout_s, sms)
-    _gather_records(np.zeros((1, 1), np.int64))  # nobody launches before all are connected
+            try:
+                module.connect_group(serial, ordinal, rank, jax.process_index(), names, fingerprint, timeout_s, sms)
+            except RuntimeError as error:
+                problem = str(error)
+    # Nobody launches before all are connected.
+    _raise_if_any(problem, _gather_records(np.array([[bool(problem)]], np.int64))[:, 0], "reach the others' memory")
+
+
+def _raise_if_any(problem: str, failed: np.ndarray, what: str) -> None:
+    """RuntimeError in every process if there was a problem in one."""
+    if problem:
+        raise RuntimeError(problem)
+    if failed.any():
+        raise RuntimeError(f"create_group: expected every process to {what}, got one that could not; it says why")
 
 
 def close_group(serial: int) -> None:

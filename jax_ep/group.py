@@ -98,9 +98,10 @@ class Group:
 
         Tracing an operation of a closed group raises, and so do programs that were compiled for its kernels.
         """
-        if not self.closed and self.implementation == "cuda":
-            bootstrap.close_group(self.serial)
+        was_open = not self.closed
         _closed.add(self.serial)
+        if was_open and self.implementation == "cuda":
+            bootstrap.close_group(self.serial)
 
     def __enter__(self) -> Group:
         return self

@@ -115,7 +115,7 @@ def _dispatch(
         **_of_call(
             DISPATCH,
             handle.group,
-            (*x.shape, x.dtype.name, wire.name, dtype.name, width, pieces),
+            (*handle.shape, *x.shape, x.dtype.name, wire.name, dtype.name, width, pieces),
             handle.row_order,
             call,
         ),
@@ -146,7 +146,13 @@ def combine(
         none if weights is None else weights,
         none if words is None else words,
         handle.slots,
-        **_of_call(COMBINE, handle.group, (*y.shape, weights is None, words is None), handle.row_order, call),
+        **_of_call(
+            COMBINE,
+            handle.group,
+            (*handle.shape, *y.shape, y.dtype.name, weights is None, words is None),
+            handle.row_order,
+            call,
+        ),
     )
     return out, None if words is None else picks
 

@@ -90,8 +90,8 @@ ffi::Error GroupLayoutImpl(cudaStream_t stream, int64_t serial, int64_t fingerpr
 ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint, int64_t tag, int64_t num_sms,
                         int64_t row_order, ffi::AnyBuffer x, ffi::AnyBuffer scales, ffi::AnyBuffer weights, S32 slots,
                         S32 group_sizes, S32 counts, ffi::AnyBuffer y, ffi::AnyBuffer y_weights, AnyResult rows,
-                        AnyResult row_scales, AnyResult row_weights, AnyResult dots,
-                        int64_t x_element, int64_t wire_element, int64_t row_element, int64_t scale_format) {
+                        AnyResult row_scales, AnyResult row_weights, AnyResult dots, int64_t x_element,
+                        int64_t wire_element, int64_t row_element, int64_t scale_format) {
   const auto group = Open(serial, fingerprint, tag, num_sms, row_order);
   if (!group.has_value()) return group.error();
   const ffi::Error error = CheckSlots(*group, slots);

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -28,12 +29,17 @@ void Require(const std::string& problem) {
 nb::tuple AllocateGroup(int64_t serial, int device, int ranks, int max_tokens, int top_k, int hidden,
                         int element_bytes) {
   MemoryName name;
-  Require(Allocate(serial, device, ShapeOf(ranks, max_tokens, top_k, hidden, element_bytes), &name));
-  return nb::make_tuple(name.process, name.address, name.device, nb::bytes(name.handle.data(), name.handle.size()));
+  std::string problem;
+  {
+    nb::gil_scoped_release others_may_run;  // what is under way on the GPU may wait for them
+    problem = Allocate(serial, device, ShapeOf(ranks, max_tokens, top_k, hidden, element_bytes), &name);
+  }
+  Require(problem);
+  return nb::make_tuple(name.address, name.device, nb::bytes(name.handle.data(), name.handle.size()));
 }
 
-void ConnectGroup(int64_t serial, int device, int rank, const nb::list& names, int64_t fingerprint, double timeout_s,
-                  int num_sms) {
+void ConnectGroup(int64_t serial, int device, int rank, int64_t process, const nb::list& names, int64_t fingerprint,
+                  double timeout_s, int num_sms) {
   std::vector<MemoryName> all;
   for (nb::handle item : names) {
     const nb::tuple fields = nb::cast<nb::tuple>(item);
@@ -41,7 +47,9 @@ void ConnectGroup(int64_t serial, int device, int rank, const nb::list& names, i
     all.push_back({nb::cast<int64_t>(fields[0]), nb::cast<int64_t>(fields[1]), nb::cast<int32_t>(fields[2]),
                    std::string(handle.c_str(), handle.size())});
   }
-  Require(Connect(serial, device, rank, all, fingerprint, static_cast<int64_t>(timeout_s * 1e9), num_sms));
+  constexpr double kLongest = 4e18;  // nanoseconds, more than a century
+  const auto timeout_ns = static_cast<int64_t>(std::min(timeout_s * 1e9, kLongest));
+  Require(Connect(serial, device, rank, process, all, fingerprint, timeout_ns, num_sms));
 }
 
 nb::dict DeviceFacts(int device) {
@@ -71,6 +79,7 @@ double LinkBandwidth(int device, int peer, int64_t bytes, int repeats) {
 void DefineGroups(nb::module_& module) {
   module.attr("max_ranks") = kMaxRanks;
   module.attr("max_top_k") = kMaxTopK;
+  module.attr("max_local_experts") = kLayoutMaxLocalExperts;
   module.def("dispatch_pieces", &DispatchPieces, nb::arg("row_bytes"), "Pieces that a row is moved in by dispatch.");
   module.def("layout_scratch_words", &LayoutScratchWords, nb::arg("local_experts"),
              "Words of scratch that the layout kernels need.");
@@ -84,7 +93,16 @@ void DefineGroups(nb::module_& module) {
   module.def("allocate_group", &AllocateGroup, "Allocates a rank's memory; returns its name for the other ranks.");
   module.def("connect_group", &ConnectGroup, "Reaches every rank's memory by its name, in rank order.");
   module.def(
-      "release_group", [](int64_t serial) { Require(Release(serial)); }, "Frees a group's memory in this process.");
+      "release_group",
+      [](int64_t serial) {
+        std::string problem;
+        {
+          nb::gil_scoped_release others_may_run;
+          problem = Release(serial);
+        }
+        Require(problem);
+      },
+      "Frees a group's memory in this process.");
   module.def("device_facts", &DeviceFacts, "What kernels must know of a CUDA device.");
   module.def("can_reach", &CanReach, "Whether a CUDA device of this process can reach another's memory.");
   module.def("link_bandwidth", &LinkBandwidth, nb::arg("device"), nb::arg("peer"), nb::arg("bytes"), nb::arg("repeats"),

@@ -210,6 +210,8 @@ class DeviceBytes {
     Check(cudaMemset(static_cast<char*>(data_) + begin, byte, end - begin), "cudaMemset");
   }
 
+  int64_t bytes() const { return bytes_; }
+
   Bytes Download() const {
     Bytes bytes(bytes_);
     if (bytes_ != 0) Check(cudaMemcpy(bytes.data(), data_, bytes_, cudaMemcpyDeviceToHost), "results");
@@ -576,6 +578,11 @@ class LayoutOperation : public Operation {
   std::vector<Results> results_;
 };
 
+// As whatever comes after an operation in its stream may do with the memory of its operands.
+__global__ void Overwrite(int32_t* words, int64_t count) {
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) words[i] = -1;
+}
+
 constexpr uint32_t kNanWord = 0x7fc00000u;
 
 class DispatchOperation : public Operation {
@@ -653,7 +660,11 @@ class DispatchOperation : public Operation {
     args.y_weights = arrays.y_weights.data<float>();
     args.dots = arrays.dots.data<float>();
     args.lends = (call.tag + rank) % 2 == 0;  // each rank for itself: peers find it either way
-    return LaunchDispatch(group_.of_rank[rank], call, args, num_sms_, group_.stream[rank]);
+    const cudaError_t error = LaunchDispatch(group_.of_rank[rank], call, args, num_sms_, group_.stream[rank]);
+    if (error != cudaSuccess) return error;
+    // Peers may have been lent these: a dispatch does not end before they have read them.
+    const DeviceBytes& x = arrays.x;
+    return LaunchKernel(Overwrite, 1, 32, 0, group_.stream[rank], x.data<int32_t>(), x.bytes() / 4);
   }
 
   void Verify(Report* report) const override {
@@ -936,7 +947,8 @@ __global__ void Meet(volatile int* here, int rank, int ranks, int* met) {
 
 cudaError_t LoadDriverKernels() {
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, Idle);
+  cudaError_t error = cudaFuncGetAttributes(&attributes, Idle);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, Overwrite);
   return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, Meet) : error;
 }
 
