@@ -50,10 +50,17 @@ ffi::ErrorOr<GroupCall> Open(int64_t serial, int64_t fingerprint, int64_t tag, i
 ffi::Error CheckSlots(const GroupCall& group, const S32& slots) {
   const GroupShape& shape = group.rank.peers.layout.shape;
   const auto dims = slots.dimensions();
-  if (dims.size() != 3 || dims[0] != shape.ranks || dims[1] > shape.max_tokens || dims[2] > shape.top_k) {
+  if (dims.size() != 3 || dims[0] != shape.ranks || dims[1] < 1 || dims[1] > shape.max_tokens || dims[2] < 1 ||
+      dims[2] > shape.top_k) {
     return Refuse("expected slots [ranks, tokens, top_k] within the group's sizes");
   }
   return ffi::Error::Success();
+}
+
+// What may be left out has no elements.
+bool HasOrNone(const ffi::AnyBuffer& buffer, int64_t elements) {
+  const auto has = static_cast<int64_t>(buffer.element_count());
+  return has == 0 || has == elements;
 }
 
 template <typename T>
@@ -117,6 +124,15 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
       return Refuse("expected rows of a multiple of 16 bytes, within the group's");
     }
   }
+  const int64_t blocks = (hidden + kScaleBlock - 1) / kScaleBlock;
+  const int64_t picks = int64_t{args.tokens} * args.top_k;
+  const int64_t words = int64_t{args.capacity} * (args.order == RowOrder::kRank ? args.top_k : 1);
+  if (x.dimensions()[0] != args.tokens || hidden > layout.shape.hidden ||
+      group_sizes.element_count() != counts.element_count() || !HasOrNone(scales, args.tokens * blocks) ||
+      !HasOrNone(weights, picks) || !HasOrNone(*row_scales, args.capacity * blocks) ||
+      !HasOrNone(*row_weights, words) || (weights.element_count() == 0) != (row_weights->element_count() == 0)) {
+    return Refuse("expected scales, weights and counts of the tokens' and rows' sizes");
+  }
   args.x = x.untyped_data();
   args.scales = OrNull<const float>(scales);
   args.weights = OrNull<const uint32_t>(weights);
@@ -167,6 +183,12 @@ ffi::Error CombineImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint,
   args.tokens = static_cast<int32_t>(slots.dimensions()[1]);
   args.top_k = static_cast<int32_t>(slots.dimensions()[2]);
   args.hidden = static_cast<int32_t>(rows.dimensions()[1]);
+  const int64_t capacity = rows.dimensions()[0];
+  if (out->dimensions()[0] != args.tokens || !HasOrNone(row_weights, capacity) ||
+      !HasOrNone(row_words, capacity * (args.order == RowOrder::kRank ? args.top_k : 1)) ||
+      static_cast<int64_t>(pick_words->element_count()) != int64_t{args.tokens} * args.top_k) {
+    return Refuse("expected weights and words of the rows' and tokens' sizes");
+  }
   args.rows = rows.untyped_data();
   args.row_weights = OrNull<const float>(row_weights);
   args.row_words = OrNull<const uint32_t>(row_words);
