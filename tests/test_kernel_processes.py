@@ -108,7 +108,7 @@ def test_a_rank_that_stays_away(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "places"), [("shapes", (0, 1)), ("swapped", (0, 1))])
 def test_ranks_at_different_calls(tmp_path, mode, places):
-    # XLA shares out the tuning of a program among processes; of different programs each would wait for the others' part.
+    # XLA shares out the tuning of a program among processes: with different programs each would wait for the others.
     flags = "--xla_gpu_shard_autotuning=false"
     for rank, output in enumerate(run(tmp_path, mode, "gpu", places, flags)):
         assert f"rank {rank}: raised: " in output
