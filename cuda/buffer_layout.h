@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "cuda/element.h"
+
 #ifdef __CUDACC__
 #define JAX_EP_LAYOUT_FN __host__ __device__ constexpr
 #else
@@ -57,7 +59,7 @@ struct BufferLayout {
   JAX_EP_LAYOUT_FN int64_t row_bytes() const { return int64_t{shape.hidden} * shape.element_bytes; }
   // Rows that start on a cache line cross the link fastest.
   static JAX_EP_LAYOUT_FN int64_t StrideOf(int64_t row_bytes) { return (row_bytes + 127) / 128 * 128; }
-  JAX_EP_LAYOUT_FN int64_t scale_blocks() const { return (shape.hidden + 127) / 128; }
+  JAX_EP_LAYOUT_FN int64_t scale_blocks() const { return ScaleBlocks(shape.hidden); }
   JAX_EP_LAYOUT_FN int64_t picks() const { return int64_t{shape.max_tokens} * shape.top_k; }
   JAX_EP_LAYOUT_FN int64_t tokens_at() const { return 0; }
   JAX_EP_LAYOUT_FN int64_t scales_at() const { return tokens_at() + AlignUp(shape.max_tokens * StrideOf(row_bytes())); }

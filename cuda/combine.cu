@@ -84,7 +84,6 @@ __device__ uint32_t RowWord(const CombineArgs& a, int slot, int lane) {
 // What all warps of a block know.
 struct Job {
   const Peers& peers;
-  const Call& call;
   const CombineArgs& a;
   Progress* progress;
   int64_t epoch;
@@ -447,7 +446,6 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
   __syncthreads();
   const int row_bytes = a.hidden * static_cast<int>(sizeof(T));
   const Job job{peers,
-                call,
                 a,
                 &progress,
                 epoch,

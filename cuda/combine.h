@@ -31,4 +31,7 @@ struct CombineArgs {
 cudaError_t LaunchCombine(const Peers& peers, const Call& call, const CombineArgs& args, int num_sms,
                           cudaStream_t stream);
 
+// Before the first launch: loading a kernel while another one waits for its peers could hang.
+cudaError_t LoadCombineKernels();
+
 }  // namespace jax_ep

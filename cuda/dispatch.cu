@@ -18,8 +18,6 @@ constexpr int kPieceVectors = kSteps * kWarpSize;
 
 __host__ __device__ int PiecesOf(int row_bytes) { return (row_bytes / 16 + kPieceVectors - 1) / kPieceVectors; }
 
-__device__ int BlocksOfRow(const DispatchArgs& a) { return (a.hidden + kScaleBlock - 1) / kScaleBlock; }
-
 // Where tokens, their scales and their weights lie.
 struct Tokens {
   const char* vectors;
@@ -116,7 +114,7 @@ struct StageQuantized {
 // This rank's tokens to its staging; peers are told of each chunk.
 template <typename Stage>
 __device__ void StageTokens(const Peers& peers, const DispatchArgs& a, int64_t epoch, const Crew& crew) {
-  const int blocks = BlocksOfRow(a);
+  const int blocks = ScaleBlocks(a.hidden);
   const int64_t row_bytes = int64_t{a.hidden} * BytesOf(a.from);
   const int pieces = PiecesOf(static_cast<int>(row_bytes));
   const Tokens staged = StagedTokens(peers, a, peers.rank, epoch);
@@ -249,7 +247,7 @@ struct MoveGradient {
 // What goes with a token besides its vector.
 __device__ void MoveMetadata(const DispatchArgs& a, const Picks& picks, int lane, const float* scales,
                              const uint32_t* weights) {
-  const int blocks = BlocksOfRow(a);
+  const int blocks = ScaleBlocks(a.hidden);
   for (int i0 = 0; a.row_scales != nullptr && i0 < blocks; i0 += kWarpSize) {
     const int i = i0 + lane;
     const float scale = i < blocks ? LoadPeerWord(scales + i) : 0.0f;
@@ -273,7 +271,7 @@ template <typename Move>
 __device__ void MoveTokens(const DispatchArgs& a, int rank, const Tokens& tokens, Progress* progress,
                            const Crew& crew) {
   int known = -1;  // the last chunk that is known to be ready
-  const int blocks = BlocksOfRow(a);
+  const int blocks = ScaleBlocks(a.hidden);
   const Chunks chunks(a.tokens);
   for (Item item(crew, PiecesOf(a.hidden * BytesOf(a.wire))); item.token < a.tokens; item.Step()) {
     const int64_t token = item.token;
@@ -353,7 +351,7 @@ __device__ int64_t RowsInRankOrder(const Peers& peers, const DispatchArgs& a) {
 }
 
 __device__ void ClearRow(const DispatchArgs& a, int64_t row, int lane) {
-  const int blocks = (a.hidden + kScaleBlock - 1) / kScaleBlock;
+  const int blocks = ScaleBlocks(a.hidden);
   const int vectors = a.hidden * BytesOf(a.to) / 16;
   const int weights = a.weights == nullptr ? 0 : a.order == RowOrder::kRank ? a.top_k : 1;
   int4* to = static_cast<int4*>(a.rows) + row * vectors;

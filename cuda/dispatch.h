@@ -48,4 +48,7 @@ int DispatchPieces(int64_t row_bytes);
 cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchArgs& args, int num_sms,
                            cudaStream_t stream);
 
+// Before the first launch: loading a kernel while another one waits for its peers could hang.
+cudaError_t LoadDispatchKernels();
+
 }  // namespace jax_ep

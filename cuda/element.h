@@ -18,4 +18,11 @@ __host__ __device__
 // Elements that share a scale.
 constexpr int kScaleBlock = 128;
 
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+    constexpr int ScaleBlocks(int hidden) {
+  return (hidden + kScaleBlock - 1) / kScaleBlock;
+}
+
 }  // namespace jax_ep

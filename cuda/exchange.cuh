@@ -2,7 +2,6 @@
 // when one doesn't come.
 #pragma once
 
-#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>

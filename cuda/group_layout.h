@@ -26,4 +26,7 @@ struct GroupLayoutArgs {
 
 cudaError_t LaunchGroupLayout(const Peers& peers, const Call& call, const GroupLayoutArgs& args, cudaStream_t stream);
 
+// Before the first launch: loading a kernel while another one waits for its peers could hang.
+cudaError_t LoadGroupLayoutKernels();
+
 }  // namespace jax_ep

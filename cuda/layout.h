@@ -28,4 +28,7 @@ cudaError_t LaunchLayout(RowOrder order, const LayoutShape& shape, const int32_t
                          int32_t* slots, int32_t* group_sizes, int32_t* counts, int32_t* num_dropped, int32_t* scratch,
                          cudaStream_t stream);
 
+// Before the first launch: loading a kernel while another one waits for its peers could hang.
+cudaError_t LoadLayoutKernels();
+
 }  // namespace jax_ep

@@ -9,12 +9,12 @@
 #include <thread>
 #include <utility>
 
-namespace jax_ep {
+#include "cuda/combine.h"
+#include "cuda/dispatch.h"
+#include "cuda/group_layout.h"
+#include "cuda/layout.h"
 
-cudaError_t LoadDispatchKernels();
-cudaError_t LoadCombineKernels();
-cudaError_t LoadLayoutKernels();
-cudaError_t LoadGroupLayoutKernels();
+namespace jax_ep {
 
 namespace {
 

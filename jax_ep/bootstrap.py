@@ -21,7 +21,7 @@ from jax_ep.config import GroupConfig
 from jax_ep.topology import member_devices
 
 GROUP_KERNELS = ("jax_ep_group_layout", "jax_ep_dispatch", "jax_ep_combine")
-_HOST_WORDS = 2  # of a record: device id, and whether it failed
+_HEAD_WORDS = 2  # of a record: device id, and whether it failed
 _HANDLE_BYTES = 64  # of a CUDA IPC handle
 _NAME_WORDS = 3  # process, address, device
 _COPY_BYTES, _COPIES = 2**28, 20  # long enough that starting a copy does not count
@@ -170,8 +170,8 @@ def _local_members(mesh: jax.sharding.Mesh) -> list[Any]:
 
 
 def _name(record: np.ndarray) -> tuple[int, int, int, bytes]:
-    process, address, ordinal = (int(word) for word in record[_HOST_WORDS : _HOST_WORDS + _NAME_WORDS])
-    return process, address, ordinal, record[_HOST_WORDS + _NAME_WORDS :].tobytes()
+    process, address, ordinal = (int(word) for word in record[_HEAD_WORDS : _HEAD_WORDS + _NAME_WORDS])
+    return process, address, ordinal, record[_HEAD_WORDS + _NAME_WORDS :].tobytes()
 
 
 def _host() -> int:

@@ -124,7 +124,7 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
       return Refuse("expected rows of a multiple of 16 bytes, within the group's");
     }
   }
-  const int64_t blocks = (hidden + kScaleBlock - 1) / kScaleBlock;
+  const int64_t blocks = ScaleBlocks(args.hidden);
   const int64_t picks = int64_t{args.tokens} * args.top_k;
   const int64_t words = int64_t{args.capacity} * (args.order == RowOrder::kRank ? args.top_k : 1);
   if (x.dimensions()[0] != args.tokens || hidden > layout.shape.hidden ||

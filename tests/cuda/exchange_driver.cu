@@ -34,11 +34,6 @@
 
 namespace jax_ep {
 
-cudaError_t LoadDispatchKernels();
-cudaError_t LoadCombineKernels();
-cudaError_t LoadLayoutKernels();
-cudaError_t LoadGroupLayoutKernels();
-
 namespace {
 
 using host::Bytes;
