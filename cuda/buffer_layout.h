@@ -28,19 +28,25 @@ inline constexpr int kChunks = 64;
 
 JAX_EP_LAYOUT_FN int64_t AlignUp(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// Epochs only grow, so nothing here is ever cleared but what this rank counts for itself.
+// Kinds of work in one operation that its warps share.
+inline constexpr int kQueues = 4;
+
+// Epochs only grow, so nothing here is ever cleared but what is counted.
 struct Header {
-  int64_t epoch;         // of the last operation that this rank has finished
-  int64_t failed;        // not 0 after a wait that ran out of time
-  uint32_t blocks_done;  // of the operation under way
-  uint32_t busy;         // 1 while one is
-  uint32_t pad[2];
+  int64_t epoch;                      // of the last operation that this rank has finished
+  int64_t failed;                     // not 0 after a wait that ran out of time
+  uint32_t blocks_done;               // of the operation under way
+  uint32_t busy;                      // 1 while one is
+  uint32_t taken[kQueues];            // of its work, how much warps have taken
   int64_t begun[kMaxRanks];           // [peer]: the last epoch that it has begun
   int64_t tags[2][kMaxRanks];         // [epoch % 2][peer]: the call site that it has begun it for
   int64_t read[kMaxRanks];            // [peer]: the last epoch in which it has read all that it reads of this rank
   int64_t lent[2][kMaxRanks][3];      // [epoch % 2][peer]: where its tokens, scales and weights are, if not in staging
-  int64_t ready[kMaxRanks][kChunks];  // [peer][chunk]: the last epoch with this part of its tokens or index there
-  uint32_t items_done[kMaxRanks][kChunks];  // [peer][chunk]: what this rank has finished of a chunk for a peer
+  int64_t ready[kMaxRanks][kChunks];  // [peer][share]: the last epoch with this share of its index there
+  // [epoch % 2][peer]: blocks of its kernel, and, [chunk]: how many of them are through with what they do of this chunk
+  // for this rank. Zero again when this rank finishes the epoch.
+  uint32_t blocks[2][kMaxRanks];
+  uint32_t arrived[2][kMaxRanks][kChunks];
 };
 
 // What a group is made for.

@@ -28,6 +28,9 @@ struct CombineArgs {
   uint32_t* pick_words;       // [tokens, top_k]: the words that came, 0 for picks without a row
 };
 
+// SMs that a combine takes of a device's where nobody says how many: docs/kernels.md.
+int CombineSms(int device_sms);
+
 cudaError_t LaunchCombine(const Peers& peers, const Call& call, const CombineArgs& args, int num_sms,
                           cudaStream_t stream);
 

@@ -9,7 +9,10 @@ namespace jax_ep {
 namespace {
 
 constexpr int kDispatchThreads = 640;
-constexpr int kWorkers = kDispatchThreads / kWarpSize - 1;  // warps of a block that move tokens
+constexpr int kGradientThreads = 512;  // which leaves each the registers for two vectors a step
+
+// Warps of a block that move tokens: all but the last two.
+__host__ __device__ constexpr int WorkersOf(int threads) { return threads / kWarpSize - 2; }
 
 // A token moves in pieces, one warp a piece: so the first tokens are ready long before the last, and the warps that
 // wait for peers have something to do. A lane has kSteps vectors of 16 bytes under way.
@@ -17,6 +20,9 @@ constexpr int kSteps = 7;
 constexpr int kPieceVectors = kSteps * kWarpSize;
 
 __host__ __device__ int PiecesOf(int row_bytes) { return (row_bytes / 16 + kPieceVectors - 1) / kPieceVectors; }
+
+// What warps share out among them.
+enum : int { kStaged, kMoved, kPulled };
 
 // Where tokens, their scales and their weights lie.
 struct Tokens {
@@ -51,6 +57,13 @@ __device__ Tokens TokensOfPeer(const Peers& peers, const DispatchArgs& a, int pe
 
 // Whether peers read this rank's tokens where they are. What is quantised on the way has to be staged.
 __host__ __device__ bool Lends(const DispatchArgs& a) { return a.lends && a.from == a.wire; }
+
+template <typename Store>
+__device__ void ForEachRow(const Picks& picks, Store store) {
+  for (unsigned left = picks.rows; left != 0; left &= left - 1) {
+    store(int64_t{__shfl_sync(kAllLanes, picks.slot, __ffs(left) - 1)});
+  }
+}
 
 // Stages a piece of a token as it is.
 struct StageBits {
@@ -88,11 +101,12 @@ struct StageQuantized {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int v = first + s * kWarpSize;
-      const From* x = reinterpret_cast<const From*>(&bits[s]);
+      float x[kElements];
+      ToFloats<From>(bits[s], x);
       // Magnitudes as integers, which NaN does not escape.
       uint32_t amax = 0;
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) amax = max(amax, __float_as_uint(ToFloat(x[i])) & 0x7fffffffu);
+      for (int i = 0; i < kElements; ++i) amax = max(amax, __float_as_uint(x[i]) & 0x7fffffffu);
 #pragma unroll
       for (int lanes = kLanesOfBlock / 2; lanes > 0; lanes /= 2) {
         amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
@@ -101,8 +115,8 @@ struct StageQuantized {
       uint32_t payload[kWords];
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        payload[i] = QuantizePair(ToFloat(x[4 * i]), ToFloat(x[4 * i + 1]), scale) |
-                     QuantizePair(ToFloat(x[4 * i + 2]), ToFloat(x[4 * i + 3]), scale) << 16;
+        payload[i] = QuantizePair(x[4 * i], x[4 * i + 1], scale) | QuantizePair(x[4 * i + 2], x[4 * i + 3], scale)
+                                                                       << 16;
       }
       if (v >= vectors) continue;
       reinterpret_cast<Payload*>(to)[v] = *reinterpret_cast<const Payload*>(payload);
@@ -111,57 +125,51 @@ struct StageQuantized {
   }
 };
 
-// This rank's tokens to its staging; peers are told of each chunk.
+// This rank's tokens to its staging.
 template <typename Stage>
-__device__ void StageTokens(const Peers& peers, const DispatchArgs& a, int64_t epoch, const Crew& crew) {
+__device__ void StageTokens(const Peers& peers, const DispatchArgs& a, int64_t epoch, Finished* finished) {
+  const int lane = threadIdx.x % kWarpSize;
   const int blocks = ScaleBlocks(a.hidden);
   const int64_t row_bytes = int64_t{a.hidden} * BytesOf(a.from);
   const int pieces = PiecesOf(static_cast<int>(row_bytes));
   const Tokens staged = StagedTokens(peers, a, peers.rank, epoch);
-  const Chunks chunks(a.tokens);
-  for (Item item(crew, pieces); item.token < a.tokens; item.Step()) {
-    const int64_t token = item.token;
-    const int piece = item.piece;
+  Queue queue(&HeaderOf(peers, peers.rank)->taken[kStaged]);
+  while (true) {
+    const int item = queue.Item();
+    if (lane == 0) finished->Set(static_cast<int>(threadIdx.x) / kWarpSize, item);  // what it took before is finished
+    queue.Ask();  // after the fence, which would wait for it
+    if (item >= a.tokens * pieces) return;
+    const int64_t token = item / pieces;
+    const int piece = item % pieces;
     float* scales = const_cast<float*>(staged.scales) + token * blocks;
-    Stage::Stage(a, piece * kPieceVectors + crew.lane, static_cast<const char*>(a.x) + token * row_bytes,
+    Stage::Stage(a, piece * kPieceVectors + lane, static_cast<const char*>(a.x) + token * row_bytes,
                  const_cast<char*>(staged.vectors) + token * staged.stride, scales);
     if (piece == 0) {
-      for (int i = crew.lane; a.scales != nullptr && i < blocks; i += kWarpSize)
-        scales[i] = a.scales[token * blocks + i];
+      for (int i = lane; a.scales != nullptr && i < blocks; i += kWarpSize) scales[i] = a.scales[token * blocks + i];
       uint32_t* weights = const_cast<uint32_t*>(staged.weights) + token * a.top_k;
-      if (a.weights != nullptr && crew.lane < a.top_k) weights[crew.lane] = a.weights[token * a.top_k + crew.lane];
+      if (a.weights != nullptr && lane < a.top_k) weights[lane] = a.weights[token * a.top_k + lane];
     }
-    const int chunk = chunks.Of(item.token);
-    if (!IsLastItem(peers, peers.rank, chunk, chunks.Tokens(chunk, a.tokens) * pieces)) continue;
-    for (int peer = crew.lane; peer < peers.layout.shape.ranks; peer += kWarpSize) {
-      StoreRelease(&HeaderOf(peers, peer)->ready[peers.rank][chunk], epoch);
-    }
+    __syncwarp();
   }
 }
 
-template <typename Store>
-__device__ void ForEachRow(const Picks& picks, Store store) {
-  for (unsigned left = picks.rows; left != 0; left &= left - 1) {
-    store(int64_t{__shfl_sync(kAllLanes, picks.slot, __ffs(left) - 1)});
-  }
-}
-
-// Brings a piece of a token to the rows of its picks, as it crosses.
+// Brings a piece of a token, its vectors up to `end`, to the rows of its picks, as it crosses.
 struct MoveBits {
-  static __device__ void Move(const DispatchArgs& a, const Picks& picks, int first, const char* from, const float*) {
-    const int vectors = a.hidden * BytesOf(a.wire) / 16;
+  static constexpr int kThreads = kDispatchThreads;
+  static __device__ void Move(const DispatchArgs& a, const Picks& picks, int first, int end, const char* from,
+                              const float*) {
     int4 value[kSteps];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int v = first + s * kWarpSize;
-      if (v < vectors) value[s] = LoadPeer(from + int64_t{v} * 16);
+      if (v < end) value[s] = LoadPeer(from + int64_t{v} * 16);
     }
     ForEachRow(picks, [&](int64_t row) {
-      int4* to = static_cast<int4*>(a.rows) + row * vectors;
+      int4* to = static_cast<int4*>(a.rows) + row * (a.hidden * BytesOf(a.wire) / 16);
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const int v = first + s * kWarpSize;
-        if (v < vectors) to[v] = value[s];
+        if (v < end) __stcs(to + v, value[s]);  // more than the L2 cache holds, which has better to keep
       }
     });
   }
@@ -170,16 +178,16 @@ struct MoveBits {
 // Dequantises it.
 template <typename To>
 struct MoveDequantized {
-  static __device__ void Move(const DispatchArgs& a, const Picks& picks, int first, const char* from,
+  static constexpr int kThreads = kDispatchThreads;
+  static __device__ void Move(const DispatchArgs& a, const Picks& picks, int first, int end, const char* from,
                               const float* scales) {
     constexpr int kWide = static_cast<int>(sizeof(To));  // vectors that 16 elements take
-    const int vectors = a.hidden / 16;
     int4 value[kSteps];
     float scale[kSteps];
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int v = first + s * kWarpSize;
-      if (v >= vectors) continue;
+      if (v >= end) continue;
       value[s] = LoadPeer(from + int64_t{v} * 16);
       scale[s] = LoadPeerWord(scales + v * 16 / kScaleBlock);
     }
@@ -191,7 +199,7 @@ struct MoveDequantized {
 #pragma unroll
       for (int i = 0; i < 4; ++i) Dequantize(words[i], scale[s], reinterpret_cast<To*>(wide) + 4 * i);
       ForEachRow(picks, [&](int64_t row) {
-        if (v >= vectors) return;
+        if (v >= end) return;
         int4* to = reinterpret_cast<int4*>(static_cast<To*>(a.rows) + row * a.hidden) + int64_t{v} * kWide;
 #pragma unroll
         for (int i = 0; i < kWide; ++i) to[i] = wide[i];
@@ -203,7 +211,9 @@ struct MoveDequantized {
 // Brings its product with the weight of each row, and sums its products with y. T: of all three.
 template <typename T>
 struct MoveGradient {
-  static __device__ void Move(const DispatchArgs& a, const Picks& picks, int first, const char* from, const float*) {
+  static constexpr int kThreads = kGradientThreads;
+  static __device__ void Move(const DispatchArgs& a, const Picks& picks, int first, int end, const char* from,
+                              const float*) {
     constexpr int kElements = 16 / sizeof(T);
     const int vectors = a.hidden / kElements;
     const int pieces = PiecesOf(a.hidden * static_cast<int>(sizeof(T)));
@@ -211,7 +221,7 @@ struct MoveGradient {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const int v = first + s * kWarpSize;
-      value[s] = v < vectors ? LoadPeer(from + int64_t{v} * 16) : int4{0, 0, 0, 0};
+      value[s] = v < end ? LoadPeer(from + int64_t{v} * 16) : int4{0, 0, 0, 0};
     }
     ForEachRow(picks, [&](int64_t row) {
       const float weight = a.y_weights[row];
@@ -221,21 +231,23 @@ struct MoveGradient {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const int v = first + s * kWarpSize;
-        factor[s] = v < vectors ? y[v] : int4{0, 0, 0, 0};
+        factor[s] = v < end ? y[v] : int4{0, 0, 0, 0};
       }
       float dot = 0.0f;  // in an order of its own: the contract leaves it open
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const int v = first + s * kWarpSize;
-        const T* x = reinterpret_cast<const T*>(&value[s]);
-        const T* f = reinterpret_cast<const T*>(&factor[s]);
+        float x[kElements];
+        float f[kElements];
+        ToFloats<T>(value[s], x);
+        ToFloats<T>(factor[s], f);
         int4 product;
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          reinterpret_cast<T*>(&product)[i] = RoundTo<T>(__fmul_rn(ToFloat(x[i]), weight));
-          dot = fmaf(ToFloat(x[i]), ToFloat(f[i]), dot);
+          reinterpret_cast<T*>(&product)[i] = RoundTo<T>(__fmul_rn(x[i], weight));
+          dot = fmaf(x[i], f[i], dot);
         }
-        if (v < vectors) to[v] = product;
+        if (v < end) to[v] = product;
       }
 #pragma unroll
       for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) dot += __shfl_xor_sync(kAllLanes, dot, lanes);
@@ -244,18 +256,20 @@ struct MoveGradient {
   }
 };
 
-// What goes with a token besides its vector.
-__device__ void MoveMetadata(const DispatchArgs& a, const Picks& picks, int lane, const float* scales,
-                             const uint32_t* weights) {
+// The scales of a piece, those of its blocks from `first` to `end`.
+__device__ void MoveScales(const DispatchArgs& a, const Picks& picks, int lane, int first, int end,
+                           const float* scales) {
   const int blocks = ScaleBlocks(a.hidden);
-  for (int i0 = 0; a.row_scales != nullptr && i0 < blocks; i0 += kWarpSize) {
+  for (int i0 = first; i0 < end; i0 += kWarpSize) {
     const int i = i0 + lane;
-    const float scale = i < blocks ? LoadPeerWord(scales + i) : 0.0f;
+    const float scale = i < end ? LoadPeerWord(scales + i) : 0.0f;
     ForEachRow(picks, [&](int64_t row) {
-      if (i < blocks) a.row_scales[row * blocks + i] = scale;
+      if (i < end) a.row_scales[row * blocks + i] = scale;
     });
   }
-  if (a.weights == nullptr) return;
+}
+
+__device__ void MoveWeights(const DispatchArgs& a, const Picks& picks, int lane, const uint32_t* weights) {
   const uint32_t weight = lane < a.top_k ? LoadPeerWord(weights + lane) : 0;
   if (a.order == RowOrder::kExpert) {
     if (picks.slot >= 0) a.row_weights[picks.slot] = weight;
@@ -266,24 +280,118 @@ __device__ void MoveMetadata(const DispatchArgs& a, const Picks& picks, int lane
   }
 }
 
-// The tokens of one rank to this rank's rows; each as soon as its chunk is ready, if it is to be staged.
+// A piece of a token, of so many vectors, to this rank's rows of it, with what belongs to it.
 template <typename Move>
-__device__ void MoveTokens(const DispatchArgs& a, int rank, const Tokens& tokens, Progress* progress,
-                           const Crew& crew) {
-  int known = -1;  // the last chunk that is known to be ready
-  const int blocks = ScaleBlocks(a.hidden);
-  const Chunks chunks(a.tokens);
-  for (Item item(crew, PiecesOf(a.hidden * BytesOf(a.wire))); item.token < a.tokens; item.Step()) {
-    const int64_t token = item.token;
-    const Picks picks = PicksOf(a.slots + (int64_t{rank} * a.tokens + token) * a.top_k, a.top_k, a.order, crew.lane);
-    if (picks.picked == 0) continue;
-    if (progress != nullptr && chunks.Of(item.token) > known) {
-      known = chunks.Of(item.token);
-      AwaitChunk(progress, rank, known);
+__device__ void MovePiece(const DispatchArgs& a, const Tokens& tokens, int64_t token, int piece, int piece_vectors,
+                          const Picks& picks, int lane) {
+  const float* scales = tokens.scales + token * ScaleBlocks(a.hidden);
+  const int first = piece * piece_vectors;
+  const int end = min(first + piece_vectors, a.hidden * BytesOf(a.wire) / 16);
+  Move::Move(a, picks, first + lane, end, tokens.vectors + token * tokens.stride, scales);
+  if (a.row_scales != nullptr) MoveScales(a, picks, lane, first * 16 / kScaleBlock, ScaleBlocks(end * 16), scales);
+  if (a.weights != nullptr && piece == 0) MoveWeights(a, picks, lane, tokens.weights + token * a.top_k);
+}
+
+// Pieces of the tokens of some ranks.
+class Pieces {
+ public:
+  // From `round` 0, this rank's own, or 1, those of its peers, each rank starting at another, to `end`; so many a
+  // token.
+  __device__ Pieces(const Peers& peers, const DispatchArgs& a, uint32_t* taken, int pieces, int round, int end)
+      : peers_(peers),
+        a_(a),
+        queue_(taken),
+        pieces_(pieces),
+        each_(a.tokens * pieces),
+        round_(round),
+        end_(end),
+        lane_(threadIdx.x % kWarpSize) {}
+
+  // The next one for this warp, or false: whose, token and piece, and the slot of the lane's pick.
+  __device__ bool Next() {
+    int item = queue_.Next() - before_;
+    for (; item >= each_ && round_ < end_; ++round_) {
+      item -= each_;
+      before_ += each_;
     }
-    const float* scales = tokens.scales + token * blocks;
-    Move::Move(a, picks, item.piece * kPieceVectors + crew.lane, tokens.vectors + token * tokens.stride, scales);
-    if (item.piece == 0) MoveMetadata(a, picks, crew.lane, scales, tokens.weights + token * a.top_k);
+    if (round_ == end_) return false;
+    rank = (peers_.rank + round_) % peers_.layout.shape.ranks;
+    token = item / pieces_;
+    piece = item % pieces_;
+    slot = -1;
+    if (lane_ < a_.top_k) slot = a_.slots[(int64_t{rank} * a_.tokens + token) * a_.top_k + lane_];
+    return true;
+  }
+
+  int rank = -1;
+  int token = 0;
+  int piece = 0;
+  int slot = -1;
+
+ private:
+  const Peers& peers_;
+  const DispatchArgs& a_;
+  Queue queue_;
+  const int pieces_;
+  const int each_;  // of a rank
+  int before_ = 0;  // of the rounds before
+  int round_;
+  const int end_;
+  const int lane_;
+};
+
+// This rank's own tokens to its rows, from where they were given, or, if they had to be quantised, from staging, in the
+// pieces in which they were staged.
+template <typename Move>
+__device__ void MoveOwnTokens(const Peers& peers, const DispatchArgs& a, int64_t epoch, Progress* progress) {
+  const bool staged = a.from != a.wire;
+  Tokens tokens = staged ? StagedTokens(peers, a, peers.rank, epoch) : GivenTokens(a);
+  tokens.weights = a.weights;
+  const int piece_vectors = kPieceVectors * BytesOf(a.wire) / BytesOf(a.from);
+  const Chunks chunks(a.tokens);
+  int known = staged ? -1 : chunks.count;  // the last chunk that is known to be there
+  Pieces next(peers, a, &HeaderOf(peers, peers.rank)->taken[kMoved], PiecesOf(a.hidden * BytesOf(a.from)), 0, 1);
+  for (bool more = next.Next(); more;) {
+    const int token = next.token;
+    const int piece = next.piece;
+    const Picks picks = PicksFrom(next.slot, a.order);
+    more = next.Next();  // whose slot is loaded meanwhile
+    if (picks.picked == 0) continue;
+    if (chunks.Of(token) > known) {
+      known = chunks.Of(token);
+      AwaitChunk(progress, peers.rank, known);
+    }
+    MovePiece<Move>(a, tokens, token, piece, piece_vectors, picks, threadIdx.x % kWarpSize);
+  }
+}
+
+// The peers' tokens to this rank's rows; each as soon as its chunk is ready.
+template <typename Move>
+__device__ void PullTokens(const Peers& peers, const DispatchArgs& a, int64_t epoch, Progress* progress) {
+  const Chunks chunks(a.tokens);
+  int peer = -1;   // whose tokens are known, and
+  int known = -1;  // the last chunk of them that is known to be ready
+  Tokens tokens{};
+  Pieces next(peers, a, &HeaderOf(peers, peers.rank)->taken[kPulled], PiecesOf(a.hidden * BytesOf(a.wire)), 1,
+              peers.layout.shape.ranks);
+  for (bool more = next.Next(); more;) {
+    const int token = next.token;
+    const int piece = next.piece;
+    const int rank = next.rank;
+    const Picks picks = PicksFrom(next.slot, a.order);
+    more = next.Next();
+    if (picks.picked == 0) continue;
+    if (rank != peer) {
+      AwaitChunk(progress, rank, -1);
+      tokens = TokensOfPeer(peers, a, rank, epoch);
+      peer = rank;
+      known = -1;
+    }
+    if (chunks.Of(token) > known) {
+      known = chunks.Of(token);
+      AwaitChunk(progress, peer, known);
+    }
+    MovePiece<Move>(a, tokens, token, piece, kPieceVectors, picks, threadIdx.x % kWarpSize);
   }
 }
 
@@ -381,18 +489,23 @@ __device__ void ClearExpertPadding(const DispatchArgs& a, const Padding& padding
 }
 
 // Of each block, `pulling_warps` bring the tokens of the peers, the others those of this rank: to staging first, as the
-// peers wait for them, then to its own rows; but the last warp, which watches the peers.
+// peers wait for them, then to its own rows; and then they help the first. But the last two warps tell the peers what
+// is staged, and watch them.
 template <typename Stage, typename Move>
-__global__ void __launch_bounds__(kDispatchThreads, 1)
+__global__ void __launch_bounds__(Move::kThreads, 1)
     Dispatch(__grid_constant__ const Peers peers, __grid_constant__ const Call call,
              __grid_constant__ const DispatchArgs a, int pulling_warps) {
   extern __shared__ int32_t tables[];
   __shared__ Progress progress;
+  __shared__ Finished finished;
   Clear(&progress);
+  Clear(&finished);
   const int64_t epoch = EpochOf(peers, call, "dispatch");
   const int ranks = peers.layout.shape.ranks;
   const bool quantizes = a.from != a.wire;
   const bool lends = Lends(a);
+  const bool stages = quantizes || (ranks > 1 && !lends);
+  const Chunks chunks(a.tokens);
   if (blockIdx.x == 0) {
     for (int peer = threadIdx.x; peer < ranks; peer += blockDim.x) {
       volatile int64_t* lent = HeaderOf(peers, peer)->lent[epoch & 1][peers.rank];
@@ -407,30 +520,29 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
   const Padding padding = by_rank ? Padding{nullptr, nullptr} : PaddingOf(a, tables);
   __syncthreads();
   const int warp = threadIdx.x / kWarpSize;
-  if (warp < pulling_warps) {
-    const Crew crew = CrewOf(0, pulling_warps);
-    for (int i = 1; i < ranks; ++i) {  // each rank starts at another peer
-      const int peer = (peers.rank + i) % ranks;
-      AwaitChunk(&progress, peer, -1);
-      MoveTokens<Move>(a, peer, TokensOfPeer(peers, a, peer, epoch), &progress, crew);
+  constexpr int kWorkers = WorkersOf(Move::kThreads);
+  if (warp < kWorkers) {
+    if (warp >= pulling_warps) {
+      const Crew crew = CrewOf(pulling_warps, kWorkers);
+      if (stages) StageTokens<Stage>(peers, a, epoch, &finished);
+      MoveOwnTokens<Move>(peers, a, epoch, &progress);
+      if (by_rank) {
+        for (int64_t row = rows + crew.warp; row < a.capacity; row += crew.warps) ClearRow(a, row, crew.lane);
+      } else {
+        ClearExpertPadding(a, padding, crew);
+      }
     }
-  } else if (warp < kWorkers) {
-    const Crew crew = CrewOf(pulling_warps, kWorkers);
-    if (quantizes || (ranks > 1 && !lends)) StageTokens<Stage>(peers, a, epoch, crew);
-    if (quantizes) {
-      MoveTokens<Move>(a, peers.rank, StagedTokens(peers, a, peers.rank, epoch), &progress, crew);
-    } else {
-      MoveTokens<Move>(a, peers.rank, GivenTokens(a), nullptr, crew);
-    }
-    if (by_rank) {
-      for (int64_t row = rows + crew.warp; row < a.capacity; row += crew.warps) ClearRow(a, row, crew.lane);
-    } else {
-      ClearExpertPadding(a, padding, crew);
-    }
+    PullTokens<Move>(peers, a, epoch, &progress);
+  } else if (warp == kWorkers) {
+    AnnounceChunks(&finished, pulling_warps, kWorkers, chunks, a.tokens, PiecesOf(a.hidden * BytesOf(a.from)),
+                   stages ? 1 : 0, [&](int, int chunk) {
+                     for (int peer = 0; peer < ranks; ++peer) {
+                       if (quantizes || peer != peers.rank) Tell(peers, peer, chunk, epoch);
+                     }
+                   });
   } else {
-    const Chunks chunks(a.tokens);
     AwaitPeers(peers, call, epoch, "dispatch");
-    __threadfence_block();
+    FenceBlock();
     for (int peer = threadIdx.x % kWarpSize; peer < ranks; peer += kWarpSize) {
       const bool lent = LoadPeerWord(&HeaderOf(peers, peers.rank)->lent[epoch & 1][peer][0]) != 0;
       progress.Set(peer, lent ? chunks.count : 0);
@@ -489,16 +601,23 @@ Kernel KernelOf(Element from, Element wire, Element to) {
   return nullptr;
 }
 
-// Warps of each block that pull. Half of them, where nothing is staged. Else fewer: requests that wait for the link
-// hold up those of the warps that stage, for which the peers wait. docs/kernels.md has the measurements.
-int PullingWarps(const Peers& peers, const DispatchArgs& args, int num_sms) {
+// Warps of each block that pull from the start, of so many. Most of them, where nothing is staged. Else fewer: requests
+// that wait for the link hold up those of the warps that stage, for which the peers wait. docs/kernels.md has the
+// measurements.
+int PullingWarps(const Peers& peers, const DispatchArgs& args, int num_sms, int workers) {
   if (peers.layout.shape.ranks == 1) return 0;
-  if (Lends(args)) return (kWorkers + 1) / 2;
-  const int all = args.order == RowOrder::kRank ? 400 : 900;  // more where each writes several rows
-  return std::clamp(all / num_sms, 1, kWorkers / 2);
+  if (Lends(args)) return workers * 2 / 3;
+  const int all = args.order == RowOrder::kRank ? 500 : 1000;           // more where each writes several rows
+  const int most = args.from == args.wire ? workers / 2 : workers / 3;  // quantising takes longer than staging alone
+  return std::clamp(all / num_sms, 1, most);
 }
 
 }  // namespace
+
+int DispatchSms(const DispatchArgs& args, int device_sms) {
+  const bool copies = args.from == args.wire && args.wire == args.to && args.y == nullptr;
+  return std::max(1, device_sms * (copies ? 2 : 3) / 4);
+}
 
 int DispatchPieces(int64_t row_bytes) { return PiecesOf(static_cast<int>(row_bytes)); }
 
@@ -509,8 +628,9 @@ cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchA
   const Kernel kernel = args.y != nullptr ? GradientKernelOf(args.from) : KernelOf(args.from, args.wire, args.to);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   const int table_bytes = 2 * (args.local_experts + 1) * static_cast<int>(sizeof(int32_t));
-  return LaunchTogether(kernel, num_sms, kDispatchThreads, table_bytes, stream, peers, call, args,
-                        PullingWarps(peers, args, num_sms));
+  const int threads = args.y != nullptr ? kGradientThreads : kDispatchThreads;
+  return LaunchTogether(kernel, num_sms, threads, table_bytes, stream, peers, call, args,
+                        PullingWarps(peers, args, num_sms, WorkersOf(threads)));
 }
 
 cudaError_t LoadDispatchKernels() {

@@ -42,6 +42,9 @@ struct DispatchArgs {
   bool lends = false;  // whether peers can read x, scales and weights where they are: then nothing is staged
 };
 
+// SMs that a dispatch takes of a device's where nobody says how many: docs/kernels.md.
+int DispatchSms(const DispatchArgs& args, int device_sms);
+
 // Pieces that a row of so many bytes is moved in.
 int DispatchPieces(int64_t row_bytes);
 

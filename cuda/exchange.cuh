@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <climits>
 #include <cstdint>
 #include <cstdio>
 
@@ -35,10 +36,33 @@ struct Crew {
 
 // Of each block, the warps from `first` to `end`.
 inline __device__ Crew CrewOf(int first, int end) {
-  const int each = end - first;
-  return {static_cast<int>(blockIdx.x) * each + static_cast<int>(threadIdx.x) / kWarpSize - first,
-          static_cast<int>(gridDim.x) * each, static_cast<int>(threadIdx.x % kWarpSize)};
+  const int blocks = static_cast<int>(gridDim.x);
+  const int in_block = static_cast<int>(threadIdx.x) / kWarpSize - first;
+  return {in_block * blocks + static_cast<int>(blockIdx.x), (end - first) * blocks,
+          static_cast<int>(threadIdx.x % kWarpSize)};
 }
+
+// Work that the warps of a grid share, item by item: whichever is free takes the next. SMs are not equally fast, as
+// some are farther from memory or from the link. By a warp.
+class Queue {
+ public:
+  __device__ explicit Queue(uint32_t* taken) : taken_(taken) { Ask(); }
+
+  // The item that was asked for; it may be past the end of the work. Ask for the next one before doing this one.
+  __device__ int Item() const { return static_cast<int>(__shfl_sync(kAllLanes, asked_, 0)); }
+  __device__ void Ask() {
+    if (threadIdx.x % kWarpSize == 0) asked_ = atomicAdd(taken_, 1u);
+  }
+  __device__ int Next() {
+    const int item = Item();
+    Ask();
+    return item;
+  }
+
+ private:
+  uint32_t* const taken_;
+  uint32_t asked_ = 0;
+};
 
 // One message is enough.
 inline __device__ bool IsFirstToFail(Header* mine, int64_t epoch) {
@@ -102,6 +126,7 @@ inline __device__ void Begin(const Peers& peers, const Call& call, int64_t epoch
   for (int peer = threadIdx.x; peer < peers.layout.shape.ranks; peer += blockDim.x) {
     Header* header = HeaderOf(peers, peer);
     *reinterpret_cast<volatile int64_t*>(&header->tags[epoch & 1][peers.rank]) = call.tag;
+    *reinterpret_cast<volatile uint32_t*>(&header->blocks[epoch & 1][peers.rank]) = gridDim.x;
     StoreRelease(&header->begun[peers.rank], epoch);
   }
 }
@@ -173,22 +198,23 @@ inline __device__ void WatchChunks(const Peers& peers, const Call& call, int64_t
     for (int peer = 0; peer < peers.layout.shape.ranks; ++peer) {
       const int known = __shfl_sync(kAllLanes, lane == 0 ? progress->Get(peer) : 0, 0);
       if (peer == skip || known == chunks.count) continue;
-      const int64_t* word = &mine->ready[peer][min(max(known, 0) + lane, chunks.count - 1)];
-      const int64_t seen = LoadPeerWord(word);
-      const unsigned missing = __ballot_sync(kAllLanes, seen - epoch < 0);
+      const uint32_t* word = &mine->arrived[epoch & 1][peer][min(max(known, 0) + lane, chunks.count - 1)];
+      const uint32_t blocks = LoadPeerWord(&mine->blocks[epoch & 1][peer]);
+      const unsigned missing = __ballot_sync(kAllLanes, LoadPeerWord(word) != blocks);
       const int now = min(max(known, 0) + (missing == 0 ? kWarpSize : __ffs(missing) - 1), chunks.count);
       all &= now == chunks.count;
       if (now > known) {
         LoadAcquire(word);  // each lane its word: acquires what the peer has released
         __syncwarp();
         if (lane == 0) {
-          __threadfence_block();
+          FenceBlock();
           progress->Set(peer, now);
         }
         __syncwarp();
         start = Nanoseconds();
       } else if (lane == 0 && Nanoseconds() - start > call.timeout_ns) {
-        StopWaiting(mine, peers.rank, call.timeout_ns, call.serial, epoch, seen, peer, operation);
+        StopWaiting(mine, peers.rank, call.timeout_ns, call.serial, epoch, LoadPeerWord(&mine->begun[peer]), peer,
+                    operation);
       }
     }
     if (!all) __nanosleep(64);
@@ -198,7 +224,7 @@ inline __device__ void WatchChunks(const Peers& peers, const Call& call, int64_t
 // Whether a chunk of `rank` is ready; what is read afterwards is then as the rank has written it.
 inline __device__ bool IsReady(Progress* progress, int rank, int chunk) {
   if (progress->Get(rank) <= chunk) return false;
-  __threadfence_block();
+  FenceBlock();
   return true;
 }
 
@@ -213,43 +239,61 @@ inline __device__ void AwaitChunk(Progress* progress, int rank, int chunk) {
   __syncwarp();
 }
 
-// Counts one finished item of a chunk for `peer`; true in the warp that finishes the last of `items`. By a warp.
-inline __device__ bool IsLastItem(const Peers& peers, int peer, int chunk, int items) {
-  __syncwarp();  // lane 0 counts for what all lanes have written
-  bool last = false;
-  if (threadIdx.x % kWarpSize == 0) {
-    uint32_t* done = &HeaderOf(peers, peers.rank)->items_done[peer][chunk];
-    last = CountUp(done) + 1 == static_cast<uint32_t>(items);
-    if (last) *done = 0;
+// How far the warps of a block are in a queue, in shared memory: the first item that each has taken and not finished.
+// One warp of the block tells the peers: it waits for the fences that this takes, and the warps that work don't.
+struct Finished {
+  int item[kWarpSize];
+
+  // By atomics, as for Progress. By one lane, after a __syncwarp, for what the warp has written.
+  __device__ void Set(int warp, int unfinished) {
+    FenceBlock();
+    atomicExch(&item[warp], unfinished);
   }
-  last = __shfl_sync(kAllLanes, last, 0);
-  __syncwarp();
-  return last;
-}
-
-// Items of work, a piece of a token each, in turn to the warps of a crew. Steps without dividing.
-struct Item {
-  int token;
-  int piece;
-  int pieces;
-  int token_step;
-  int piece_step;
-
-  __device__ Item(const Crew& crew, int pieces)
-      : token(crew.warp / pieces),
-        piece(crew.warp % pieces),
-        pieces(pieces),
-        token_step(crew.warps / pieces),
-        piece_step(crew.warps % pieces) {}
-  __device__ void Step() {
-    token += token_step;
-    piece += piece_step;
-    if (piece >= pieces) {
-      piece -= pieces;
-      ++token;
-    }
+  // All items before this one are finished, as far as the warps from `first` to `end` have taken them. By a warp.
+  __device__ int Reached(int first, int end) {
+    const int warp = first + static_cast<int>(threadIdx.x) % kWarpSize;
+    const int reached = __reduce_min_sync(kAllLanes, warp < end ? atomicOr(&item[warp], 0) : INT_MAX);
+    FenceBlock();
+    __syncwarp();
+    return reached;
   }
 };
+
+// By all threads of a block, before a __syncthreads.
+inline __device__ void Clear(Finished* finished) {
+  if (threadIdx.x < kWarpSize) finished->item[threadIdx.x] = 0;
+}
+
+// Tells a peer that this block is through with its part of a chunk, after ReleaseToPeers. By one thread.
+inline __device__ void Tell(const Peers& peers, int peer, int chunk, int64_t epoch) {
+  AddAtPeer(&HeaderOf(peers, peer)->arrived[epoch & 1][peers.rank][chunk]);
+}
+
+// Of a queue that goes `rounds` times over all tokens, piece by piece, for the warps from `first` to `end` of all
+// blocks: calls tell(round, chunk), by one lane, as soon as this block has finished its part of that chunk. By one warp
+// of each block. While the fence takes its time more chunks are finished, so few fences are enough.
+template <typename Tell>
+__device__ void AnnounceChunks(Finished* finished, int first, int end, const Chunks& chunks, int tokens, int pieces,
+                               int rounds, Tell tell) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t all = int64_t{rounds} * chunks.count;
+  for (int64_t next = 0; next < all;) {
+    const int64_t reached = finished->Reached(first, end);
+    const int64_t i = next + lane;
+    const int round = static_cast<int>(i / chunks.count);
+    const int chunk = static_cast<int>(i % chunks.count);
+    const int64_t last_token = min((chunk + 1) << chunks.shift, tokens);
+    const bool done = i < all && (int64_t{round} * tokens + last_token) * pieces <= reached;
+    const int now = __popc(__ballot_sync(kAllLanes, done));
+    if (now == 0) {
+      __nanosleep(100);
+      continue;
+    }
+    ReleaseToPeers();
+    if (done) tell(round, chunk);
+    next += now;
+  }
+}
 
 // Makes `epoch` the last finished, and tells the peers that this rank has read what it reads of theirs. By all threads
 // of all blocks, after their last access to the epoch's buffers. What this rank `lends` its peers have read, then.
@@ -263,6 +307,10 @@ inline __device__ void Finish(const Peers& peers, const Call& call, int64_t epoc
   }
   __syncthreads();
   if (!last) return;
+  // Nobody counts here again until this rank has begun the next epoch.
+  uint32_t* arrived = mine->arrived[epoch & 1][0];
+  for (int i = threadIdx.x; i < peers.layout.shape.ranks * kChunks; i += blockDim.x) arrived[i] = 0;
+  if (threadIdx.x < kQueues) mine->taken[threadIdx.x] = 0;
   for (int peer = threadIdx.x; peer < peers.layout.shape.ranks; peer += blockDim.x) {
     StoreRelease(&HeaderOf(peers, peer)->read[peers.rank], epoch);
     if (lends) Await(peers, call, &mine->read[peer], epoch, peer, operation);

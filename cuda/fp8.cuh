@@ -15,6 +15,23 @@ inline __device__ float ToFloat(float v) { return v; }
 inline __device__ float ToFloat(__nv_bfloat16 v) { return __bfloat162float(v); }
 inline __device__ float ToFloat(__half v) { return __half2float(v); }
 
+// 16 bytes of elements, each in as few instructions as it takes.
+template <typename T>
+__device__ void ToFloats(const int4& bits, float (&values)[16 / sizeof(T)]) {
+  const T* elements = reinterpret_cast<const T*>(&bits);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(16 / sizeof(T)); ++i) values[i] = ToFloat(elements[i]);
+}
+template <>
+inline __device__ void ToFloats<__nv_bfloat16>(const int4& bits, float (&values)[8]) {
+  const uint32_t* pairs = reinterpret_cast<const uint32_t*>(&bits);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    values[2 * i] = __uint_as_float(pairs[i] << 16);
+    values[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+  }
+}
+
 template <typename T>
 __device__ T RoundTo(float v);
 template <>

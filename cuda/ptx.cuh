@@ -14,15 +14,32 @@ inline __device__ int64_t LoadAcquire(const int64_t* p) {
   return value;
 }
 
+inline __device__ uint32_t LoadAcquire(const uint32_t* p) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+
 inline __device__ void StoreRelease(int64_t* p, int64_t value) {
   asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
+
+// Orders what this thread has seen and done before what it stores from here on, for all GPUs.
+inline __device__ void ReleaseToPeers() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Orders what this thread has seen and done, for the block.
+inline __device__ void FenceBlock() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 // Adds one, and orders what this thread has seen and done against the other threads of the GPU that do the same.
 inline __device__ uint32_t CountUp(uint32_t* p) {
   uint32_t before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
   return before;
+}
+
+// Adds one to a word of a peer's memory, ordered by the fence before it.
+inline __device__ void AddAtPeer(uint32_t* p) {
+  asm volatile("red.relaxed.sys.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
 }
 
 inline __device__ int64_t Nanoseconds() {

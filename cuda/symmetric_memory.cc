@@ -127,8 +127,10 @@ std::string Connect(int64_t serial, int device, int rank, int64_t process, const
   memory.open.fingerprint = fingerprint;
   memory.open.timeout_ns = timeout_ns;
   memory.open.num_sms = num_sms;
+  cudaError_t error = cudaDeviceGetAttribute(&memory.open.device_sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return Describe("cudaDeviceGetAttribute", error);
   // Loaded now: loading one lazily while another waits for its peers could hang.
-  cudaError_t error = LoadDispatchKernels();
+  error = LoadDispatchKernels();
   if (error == cudaSuccess) error = LoadCombineKernels();
   if (error == cudaSuccess) error = LoadLayoutKernels();
   if (error == cudaSuccess) error = LoadGroupLayoutKernels();

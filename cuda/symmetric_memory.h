@@ -28,7 +28,8 @@ struct OpenRank {
   Peers peers;
   int64_t fingerprint;  // of the group's numbers, as the caller of Connect had them
   int64_t timeout_ns;
-  int32_t num_sms;
+  int32_t num_sms;  // that the group gives each operation, 0 if that is left to it
+  int32_t device_sms;
   bool one_process;            // whether all ranks are in this process
   int32_t devices[kMaxRanks];  // then, their CUDA devices
 };

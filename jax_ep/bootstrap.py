@@ -115,9 +115,9 @@ def open_group(
             if device.process_index != jax.process_index():
                 continue
             ordinal = device.local_hardware_id
-            sms = num_sms or module.device_facts(ordinal)["num_sms"]
+            facts = (rank, jax.process_index(), names, fingerprint, timeout_s, num_sms or 0)
             try:
-                module.connect_group(serial, ordinal, rank, jax.process_index(), names, fingerprint, timeout_s, sms)
+                module.connect_group(serial, ordinal, *facts)
             except RuntimeError as error:
                 problem = str(error)
     # Nobody launches before all are connected.

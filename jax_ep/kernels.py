@@ -92,7 +92,7 @@ def _dispatch(
     scale_format: ScaleFormat,
 ) -> tuple[jax.Array, ...]:
     _register()
-    tokens, top_k = handle.shape[1:]
+    top_k = handle.shape[2]
     hidden, capacity = x.shape[1], handle.capacity
     blocks = num_blocks(hidden) if dtype == jnp.float8_e4m3fn else 0
     width = 0 if weights is None else top_k
@@ -103,15 +103,18 @@ def _dispatch(
         typed((capacity, width) if handle.row_order == "rank" else (capacity if width else 0,), jnp.float32, x),
         typed((capacity, pieces), jnp.float32, x),
     ]
+    # In the place of what is not there goes something that is: no array without elements, which JAX may take out of a
+    # loop and a shard_map, where XLA's Shardy (jaxlib 0.11) fails on it.
+    nothing = handle.counts
     rows, *others = jax.ffi.ffi_call(DISPATCH, results)(
         jax.lax.bitcast_convert_type(x, _bits(x.dtype)),
-        jnp.zeros((tokens, 0), jnp.float32) if scales is None else scales,
-        jnp.zeros((tokens, 0), jnp.float32) if weights is None else weights,
+        nothing if scales is None else scales,
+        nothing if weights is None else weights,
         handle.slots,
         handle.group_sizes,
         handle.counts,
-        jnp.zeros((capacity, 0), x.dtype) if y is None else y,
-        jnp.zeros((0,), jnp.float32) if y_weights is None else y_weights,
+        nothing if y is None else y,
+        nothing if y_weights is None else y_weights,
         **_of_call(
             DISPATCH,
             handle.group,
@@ -123,6 +126,9 @@ def _dispatch(
         wire_element=np.int64(ELEMENTS.index(wire)),
         row_element=np.int64(ELEMENTS.index(dtype)),
         scale_format=np.int64(SCALE_FORMATS.index(scale_format)),
+        has_scales=np.bool_(scales is not None),
+        has_weights=np.bool_(weights is not None),
+        has_y=np.bool_(y is not None),
     )
     return jax.lax.bitcast_convert_type(rows, dtype), *others
 
@@ -138,13 +144,13 @@ def combine(
     [C, K]), those of each pick [T, K]."""
     _register()
     tokens, top_k = handle.shape[1:]
-    none = jnp.zeros((0,), jnp.float32)
+    nothing = handle.counts  # as in dispatch
     out, picks = jax.ffi.ffi_call(
         COMBINE, [typed((tokens, y.shape[1]), y.dtype, y), typed((tokens, top_k), jnp.float32, y)]
     )(
         y,
-        none if weights is None else weights,
-        none if words is None else words,
+        nothing if weights is None else weights,
+        nothing if words is None else words,
         handle.slots,
         **_of_call(
             COMBINE,
@@ -153,6 +159,8 @@ def combine(
             handle.row_order,
             call,
         ),
+        has_weights=np.bool_(weights is not None),
+        has_words=np.bool_(words is not None),
     )
     return out, None if words is None else picks
 

@@ -168,7 +168,7 @@ def test_everything_is_in_the_record(tmp_path, monkeypatch, capsys):
     assert {r.routing for r in written.results} == {"zipf"}
     assert written.machine["link_gigabytes_per_second"] == 400
     for r in written.results:  # 400 GB/s are 400 000 bytes a microsecond
-        assert r.limit_us == (None if r.op == "enqueue" else round(r.link_bytes / 4e5, 2))
+        assert r.limit_us == (None if r.op == "enqueue" else round(r.link_bytes / 4e5, 4))
     printed = capsys.readouterr().out
     assert "xla ragged_all_to_all: left out, XLA has none for cpu devices" in printed
     assert "400.0 GB/s each way at once" in printed
@@ -204,7 +204,7 @@ def test_gpus_run_everything(tmp_path, monkeypatch, capsys):
     assert ragged_too or "xla ragged_all_to_all: " in capsys.readouterr().out
     # Without compiled kernels there is no rate, and on one GPU nothing crosses a link.
     if jax.device_count() > 1 and written.machine.get("link_gigabytes_per_second"):
-        assert all(r.limit_us for r in written.results if r.link_bytes)
+        assert all(r.limit_us is not None for r in written.results if r.link_bytes)
 
 
 # The limit ------------------------------------------------------------------------------------------------------------
@@ -288,6 +288,26 @@ def test_time_is_divided_by_the_calls():
         return x
 
     inputs = [(jnp.int32(n),) for n in range(3)]
-    seconds = throughput.time_in_a_row(function, inputs, runs=2)
+    seconds = throughput.time_in_a_row(lambda many: many, function, inputs, runs=2)
     assert len(seconds) == 2 and calls[2:] == [n % 3 for n in range(2, 2 + 2 * timing.calls_in_a_row())]
-    assert len(throughput.time_enqueue(function, inputs, runs=4)) == 4
+
+
+def test_calls_of_one_program_take_turns(monkeypatch):
+    monkeypatch.setattr(timing, "calls_in_a_program", lambda: 5)
+    programs = []
+
+    def spread(function):
+        def program(*many):
+            programs.append([int(x) for (x,) in many])
+            return function(*many)
+
+        return program
+
+    timing.time_in_a_row(spread, lambda x: x, [(jnp.int32(n),) for n in range(3)], runs=1)
+    assert [len(program) for program in programs] == [5] * (2 + timing.calls_in_a_row() // 5)
+    assert sum(programs, []) == [n % 3 for n in range(5 * len(programs))]
+
+
+def test_enqueuing_is_timed_call_by_call():
+    inputs = [(jnp.int32(n),) for n in range(3)]
+    assert len(throughput.time_enqueue(lambda x: x, inputs, runs=4)) == 4

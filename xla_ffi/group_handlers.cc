@@ -1,5 +1,6 @@
 // Layout, dispatch and combine of a group, for CUDA. Each checks its buffers, finds its rank, and launches. They keep
 // nothing between calls, so XLA may record them into CUDA graphs: the epoch lives on the device.
+#include <cstdint>
 #include <string>
 
 #include "cuda/combine.h"
@@ -27,7 +28,7 @@ ffi::Error Launched(cudaError_t error) {
 struct GroupCall {
   OpenRank rank;
   Call call;
-  int num_sms;
+  int num_sms;  // 0 if nobody says
   RowOrder order;
 };
 
@@ -54,10 +55,15 @@ ffi::Error CheckSlots(const GroupCall& group, const S32& slots) {
       dims[2] > shape.top_k) {
     return Refuse("expected slots [ranks, tokens, top_k] within the group's sizes");
   }
+  // Kernels count the pieces of all tokens in 32 bits.
+  constexpr int64_t kLeastPiece = 2048;
+  if (dims[0] * dims[1] * (group.rank.peers.layout.row_bytes() / kLeastPiece + 1) > INT32_MAX / 2) {
+    return Refuse("expected fewer tokens in one call, got " + std::to_string(dims[1]) + "; split them");
+  }
   return ffi::Error::Success();
 }
 
-// What may be left out has no elements.
+// A result that is left out has no elements.
 bool HasOrNone(const ffi::AnyBuffer& buffer, int64_t elements) {
   const auto has = static_cast<int64_t>(buffer.element_count());
   return has == 0 || has == elements;
@@ -67,6 +73,18 @@ template <typename T>
 T* OrNull(const ffi::AnyBuffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
 }
+
+// An operand, in whose place is something else where an attribute says that there is none.
+struct Optional {
+  const ffi::AnyBuffer& buffer;
+  bool given;
+
+  bool HasOrNone(int64_t elements) const { return !given || static_cast<int64_t>(buffer.element_count()) == elements; }
+  template <typename T>
+  const T* OrNull() const {
+    return given ? static_cast<const T*>(buffer.untyped_data()) : nullptr;
+  }
+};
 
 int64_t BytesOfRow(const ffi::AnyBuffer& rows) {
   const auto dims = rows.dimensions();
@@ -98,7 +116,8 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
                         int64_t row_order, ffi::AnyBuffer x, ffi::AnyBuffer scales, ffi::AnyBuffer weights, S32 slots,
                         S32 group_sizes, S32 counts, ffi::AnyBuffer y, ffi::AnyBuffer y_weights, AnyResult rows,
                         AnyResult row_scales, AnyResult row_weights, AnyResult dots, int64_t x_element,
-                        int64_t wire_element, int64_t row_element, int64_t scale_format) {
+                        int64_t wire_element, int64_t row_element, int64_t scale_format, bool has_scales,
+                        bool has_weights, bool has_y) {
   const auto group = Open(serial, fingerprint, tag, num_sms, row_order);
   if (!group.has_value()) return group.error();
   const ffi::Error error = CheckSlots(*group, slots);
@@ -128,22 +147,23 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
   const int64_t picks = int64_t{args.tokens} * args.top_k;
   const int64_t words = int64_t{args.capacity} * (args.order == RowOrder::kRank ? args.top_k : 1);
   if (x.dimensions()[0] != args.tokens || hidden > layout.shape.hidden ||
-      group_sizes.element_count() != counts.element_count() || !HasOrNone(scales, args.tokens * blocks) ||
-      !HasOrNone(weights, picks) || !HasOrNone(*row_scales, args.capacity * blocks) ||
-      !HasOrNone(*row_weights, words) || (weights.element_count() == 0) != (row_weights->element_count() == 0)) {
+      group_sizes.element_count() != counts.element_count() ||
+      !Optional{scales, has_scales}.HasOrNone(args.tokens * blocks) ||
+      !Optional{weights, has_weights}.HasOrNone(picks) || !HasOrNone(*row_scales, args.capacity * blocks) ||
+      !HasOrNone(*row_weights, words) || has_weights != (row_weights->element_count() != 0)) {
     return Refuse("expected scales, weights and counts of the tokens' and rows' sizes");
   }
   args.x = x.untyped_data();
-  args.scales = OrNull<const float>(scales);
-  args.weights = OrNull<const uint32_t>(weights);
+  args.scales = Optional{scales, has_scales}.OrNull<float>();
+  args.weights = Optional{weights, has_weights}.OrNull<uint32_t>();
   args.slots = slots.typed_data();
   args.group_sizes = group_sizes.typed_data();
   args.counts = counts.typed_data();
   args.rows = rows->untyped_data();
   args.row_scales = OrNull<float>(*row_scales);
   args.row_weights = OrNull<uint32_t>(*row_weights);
-  args.y = OrNull<const void>(y);
-  args.y_weights = OrNull<const float>(y_weights);
+  args.y = Optional{y, has_y}.OrNull<void>();
+  args.y_weights = Optional{y_weights, has_y}.OrNull<float>();
   args.dots = OrNull<float>(*dots);
   if (args.y != nullptr &&
       (y.size_bytes() != rows->size_bytes() || static_cast<int64_t>(y_weights.element_count()) != args.capacity ||
@@ -151,12 +171,13 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
     return Refuse("expected y of the rows' size, a weight a row, and dots");
   }
   args.lends = PeersCanRead(group->rank, {args.x, args.scales, args.weights});
-  return Launched(LaunchDispatch(group->rank.peers, group->call, args, group->num_sms, stream));
+  const int sms = group->num_sms > 0 ? group->num_sms : DispatchSms(args, group->rank.device_sms);
+  return Launched(LaunchDispatch(group->rank.peers, group->call, args, sms, stream));
 }
 
 ffi::Error CombineImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint, int64_t tag, int64_t num_sms,
                        int64_t row_order, ffi::AnyBuffer rows, ffi::AnyBuffer row_weights, ffi::AnyBuffer row_words,
-                       S32 slots, AnyResult out, AnyResult pick_words) {
+                       S32 slots, AnyResult out, AnyResult pick_words, bool has_weights, bool has_words) {
   const auto group = Open(serial, fingerprint, tag, num_sms, row_order);
   if (!group.has_value()) return group.error();
   const ffi::Error error = CheckSlots(*group, slots);
@@ -184,18 +205,20 @@ ffi::Error CombineImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint,
   args.top_k = static_cast<int32_t>(slots.dimensions()[2]);
   args.hidden = static_cast<int32_t>(rows.dimensions()[1]);
   const int64_t capacity = rows.dimensions()[0];
-  if (out->dimensions()[0] != args.tokens || !HasOrNone(row_weights, capacity) ||
-      !HasOrNone(row_words, capacity * (args.order == RowOrder::kRank ? args.top_k : 1)) ||
+  const int64_t words = capacity * (args.order == RowOrder::kRank ? args.top_k : 1);
+  if (out->dimensions()[0] != args.tokens || !Optional{row_weights, has_weights}.HasOrNone(capacity) ||
+      !Optional{row_words, has_words}.HasOrNone(words) ||
       static_cast<int64_t>(pick_words->element_count()) != int64_t{args.tokens} * args.top_k) {
     return Refuse("expected weights and words of the rows' and tokens' sizes");
   }
   args.rows = rows.untyped_data();
-  args.row_weights = OrNull<const float>(row_weights);
-  args.row_words = OrNull<const uint32_t>(row_words);
+  args.row_weights = Optional{row_weights, has_weights}.OrNull<float>();
+  args.row_words = Optional{row_words, has_words}.OrNull<uint32_t>();
   args.slots = slots.typed_data();
   args.out = out->untyped_data();
   args.pick_words = static_cast<uint32_t*>(pick_words->untyped_data());
-  return Launched(LaunchCombine(group->rank.peers, group->call, args, group->num_sms, stream));
+  const int sms = group->num_sms > 0 ? group->num_sms : CombineSms(group->rank.device_sms);
+  return Launched(LaunchCombine(group->rank.peers, group->call, args, sms, stream));
 }
 
 // What every handler takes first.
@@ -240,7 +263,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpDispatchCuda, DispatchImpl,
                                   .Attr<int64_t>("x_element")
                                   .Attr<int64_t>("wire_element")
                                   .Attr<int64_t>("row_element")
-                                  .Attr<int64_t>("scale_format"),
+                                  .Attr<int64_t>("scale_format")
+                                  .Attr<bool>("has_scales")
+                                  .Attr<bool>("has_weights")
+                                  .Attr<bool>("has_y"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCombineCuda, CombineImpl,
@@ -250,7 +276,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCombineCuda, CombineImpl,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<S32>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>(),
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("has_weights")
+                                  .Attr<bool>("has_words"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jax_ep

@@ -63,8 +63,12 @@ nb::dict DeviceFacts(int device) {
 }
 
 bool CanReach(int device, int peer) {
+  if (device == peer) return true;
   int can = 0;
-  return device == peer || (cudaDeviceCanAccessPeer(&can, device, peer) == cudaSuccess && can != 0);
+  for (const cudaDeviceP2PAttr what : {cudaDevP2PAttrAccessSupported, cudaDevP2PAttrNativeAtomicSupported}) {
+    if (cudaDeviceGetP2PAttribute(&can, what, device, peer) != cudaSuccess || can == 0) return false;
+  }
+  return true;
 }
 
 double LinkBandwidth(int device, int peer, int64_t bytes, int repeats) {
@@ -104,7 +108,8 @@ void DefineGroups(nb::module_& module) {
       },
       "Frees a group's memory in this process.");
   module.def("device_facts", &DeviceFacts, "What kernels must know of a CUDA device.");
-  module.def("can_reach", &CanReach, "Whether a CUDA device of this process can reach another's memory.");
+  module.def("can_reach", &CanReach,
+             "Whether a CUDA device of this process can reach another's memory, also by atomics, as over NVLink.");
   module.def("link_bandwidth", &LinkBandwidth, nb::arg("device"), nb::arg("peer"), nb::arg("bytes"), nb::arg("repeats"),
              "GB/s each way at once by the copy engines of two CUDA devices of this process.");
 }

@@ -208,7 +208,7 @@ def measure_links(workload: Workload, runs: int) -> Iterator[Result]:
     """Times the collectives alone."""
     inputs = [(x,) for x in workload.tokens]
     for form in links(workload.ranks):
-        yield _result(workload, form, time_in_a_row(workload.spread(form.function), inputs, runs=runs), "rank")
+        yield _result(workload, form, time_in_a_row(workload.spread, form.function, inputs, runs=runs), "rank")
 
 
 def measure_whole(workload: Workload, forms: Sequence[Form], runs: int) -> Iterator[Result]:
@@ -227,11 +227,11 @@ def measure_whole(workload: Workload, forms: Sequence[Form], runs: int) -> Itera
         wanted = {"dispatch": (rows[0].x, rows[0].weights), "combine": combine(*sums[0])}
         for form in forms:
             options, inputs = ({"group": group}, tokens) if form.op == "dispatch" else ({}, sums)
-            exchange = workload.spread(functools.partial(form.function, **options))
-            difference = _difference(exchange(*inputs[0]), wanted[form.op])
+            function = functools.partial(form.function, **options)
+            difference = _difference(workload.spread(function)(*inputs[0]), wanted[form.op])
             if not difference <= (0 if form.op == "dispatch" else ROUNDING * (workload.ranks + 2)):
                 raise AssertionError(f"{form.implementation}, {form.op}: differs from jax_ep's by {difference:g}")
-            yield _result(workload, form, time_in_a_row(exchange, inputs, runs=runs), "expert")
+            yield _result(workload, form, time_in_a_row(workload.spread, function, inputs, runs=runs), "expert")
 
 
 def _result(workload: Workload, form: Form, seconds: Sequence[float], row_order: str) -> Result:

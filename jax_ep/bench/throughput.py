@@ -78,7 +78,7 @@ def with_limit(result: Result, rate: float | None) -> Result:
     """The result with the time that its bytes take at `rate` GB/s; without one where nothing crosses a link."""
     if rate is None or not result.link_bytes or result.ranks == 1:
         return result
-    return dataclasses.replace(result, limit_us=round(result.link_bytes / (rate * 1e3), 2))
+    return dataclasses.replace(result, limit_us=round(result.link_bytes / (rate * 1e3), 4))
 
 
 # The operations -------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def measure_operations(workload: Workload, row_order: RowOrder, plan: Plan, sms:
     with workload.group(row_order, plan.implementation) as group:
         common = {"implementation": group.implementation, "row_order": row_order, "num_sms": sms or None}
         for operation in operations(workload, group, plan.phases, sms or None):
-            seconds = time_in_a_row(workload.spread(operation.function), operation.inputs, runs=plan.runs)
+            seconds = time_in_a_row(workload.spread, operation.function, operation.inputs, runs=plan.runs)
             fields = ("op", "note", "link_bytes", "dtype")
             yield workload.result(seconds, **common, **{field: getattr(operation, field) for field in fields})
         if row_order == "expert" and "forward" in plan.phases:

@@ -178,7 +178,7 @@ struct Fiber {
   char* stack = nullptr;
   const char* waits_at = nullptr;
   int64_t wakes = kNever;
-  int copies_out = 0;
+  std::vector<int> copies_out{0};  // that have not arrived, of each group; the last group is still open
   void* fake_stack = nullptr;
 };
 
@@ -196,19 +196,23 @@ struct Warp {
   uint64_t met[kWarpSize] = {};     // of the operation before
 };
 
+constexpr uint32_t kWord = 4;  // bytes of a copy that arrives as a thread would
+
 struct Copy {
   char* to;
   const char* from;
   uint32_t bytes;
   uint64_t* barrier;  // that it tells, or
-  Fiber* starter;     // of a copy out
+  Fiber* starter;     // of a copy out, in this group
+  size_t group;
   int64_t arrives;
 };
 
 // An mbarrier, within its 8 bytes.
 struct Barrier {
   uint32_t bytes;    // still to arrive in this phase
-  uint16_t pending;  // arrivals
+  uint8_t pending;   // arrivals in this phase
+  uint8_t arrivals;  // of each phase
   uint8_t parity;
   uint8_t made;
 
@@ -224,7 +228,7 @@ Barrier* BarrierOf(uint64_t* word) {
 
 void EndPhaseIfDone(Barrier* barrier) {
   if (barrier->pending != 0 || barrier->bytes != 0) return;
-  barrier->pending = 1;
+  barrier->pending = barrier->arrivals;
   barrier->parity ^= 1;
 }
 
@@ -294,7 +298,9 @@ void RunFiber() {
   __sanitizer_finish_switch_fiber(nullptr, &block->scheduler_stack, &block->scheduler_stack_bytes);
 #endif
   block->grid->body();
-  if (Me().copies_out != 0) Fail("a thread ends before copies out that it has started");
+  for (const int copies : Me().copies_out) {
+    if (copies != 0) Fail("a thread ends before copies out that it has started");
+  }
   if (MyWarp().arrived != 0) Fail("a thread ends while lanes of its warp wait for it");
   if (block->arrived != 0) Fail("a thread ends while threads of its block wait for it");
   ++block->ended;
@@ -415,10 +421,14 @@ void Block::FinishCopy(const Copy& copy) {
   std::memcpy(copy.to, copy.from, copy.bytes);
   if (copy.barrier != nullptr) {
     Barrier* barrier = BarrierOf(copy.barrier);
-    barrier->bytes -= copy.bytes;
+    if (copy.bytes == kWord) {
+      --barrier->pending;
+    } else {
+      barrier->bytes -= copy.bytes;
+    }
     EndPhaseIfDone(barrier);
   } else {
-    --copy.starter->copies_out;
+    --copy.starter->copies_out[copy.group];
   }
   for (int thread = 0; thread < grid->threads; ++thread) {
     Warp& warp = warps[thread / kWarpSize];
@@ -429,9 +439,10 @@ void Block::FinishCopy(const Copy& copy) {
 }
 
 void AddCopy(Copy copy) {
-  if (copy.bytes == 0 || copy.bytes % 16 != 0 || reinterpret_cast<uintptr_t>(copy.to) % 16 != 0 ||
-      reinterpret_cast<uintptr_t>(copy.from) % 16 != 0) {
-    Fail("a bulk copy that is not aligned to 16 bytes");
+  const uint32_t unit = copy.bytes == kWord ? kWord : 16;
+  if (copy.bytes == 0 || copy.bytes % unit != 0 || reinterpret_cast<uintptr_t>(copy.to) % unit != 0 ||
+      reinterpret_cast<uintptr_t>(copy.from) % unit != 0) {
+    Fail("a copy that is not aligned");
   }
   std::memset(copy.to, kNan, copy.bytes);
   const int kind = draw.Below(16);
@@ -633,18 +644,30 @@ void MeetGrid() {
   }
 }
 
-void InitBarrier(uint64_t* word) {
-  const Barrier barrier{0, 1, 0, Barrier::kMade};
+void InitBarrier(uint64_t* word, int arrivals) {
+  const auto each = static_cast<uint8_t>(arrivals);
+  const Barrier barrier{0, each, each, 0, Barrier::kMade};
   std::memcpy(word, &barrier, sizeof barrier);
   MayYield();
 }
 
 void StartCopy(void* to, const void* from, uint32_t bytes, uint64_t* word) {
   Barrier* barrier = BarrierOf(word);
-  if (barrier->pending != 1) Fail("a copy with a barrier whose last one has not arrived");
-  barrier->pending = 0;
+  if (barrier->pending == 0) Fail("a copy with a barrier whose last one has not arrived");
+  --barrier->pending;
   barrier->bytes += bytes;
-  AddCopy({static_cast<char*>(to), static_cast<const char*>(from), bytes, word, nullptr, 0});
+  AddCopy({static_cast<char*>(to), static_cast<const char*>(from), bytes, word, nullptr, 0, 0});
+}
+
+void CopyWord(float* to, const float* from, uint64_t* word) {
+  AddCopy({reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), kWord, word, nullptr, 0, 0});
+}
+
+void Arrive(uint64_t* word) {
+  Barrier* barrier = BarrierOf(word);
+  if (barrier->pending == 0) Fail("one arrival too many");
+  --barrier->pending;
+  EndPhaseIfDone(barrier);
 }
 
 void AwaitCopy(uint64_t* word, uint32_t parity) {
@@ -652,12 +675,18 @@ void AwaitCopy(uint64_t* word, uint32_t parity) {
 }
 
 void StartCopyOut(void* to, const void* from, uint32_t bytes) {
-  ++Me().copies_out;
-  AddCopy({static_cast<char*>(to), static_cast<const char*>(from), bytes, nullptr, &Me(), 0});
+  ++Me().copies_out.back();
+  const size_t group = Me().copies_out.size() - 1;
+  AddCopy({static_cast<char*>(to), static_cast<const char*>(from), bytes, nullptr, &Me(), group, 0});
 }
 
-void AwaitCopiesOut() {
-  while (Me().copies_out != 0) Wait(kAtCopy);
+void EndGroup() { Me().copies_out.push_back(0); }
+
+void AwaitCopiesOut(int pending) {
+  const std::vector<int>& groups = Me().copies_out;
+  for (size_t i = 0; i + 1 + pending < groups.size(); ++i) {
+    while (groups[i] != 0) Wait(kAtCopy);
+  }
 }
 
 }  // namespace emulator

@@ -50,10 +50,13 @@ void MeetGrid();
 
 // Copies of bulk_copy.cuh. They take their time, in any order; until one has arrived there is NaN where it goes, and
 // what it copies is read last thing.
-void InitBarrier(uint64_t* barrier);
+void InitBarrier(uint64_t* barrier, int arrivals);
+void CopyWord(float* to, const float* from, uint64_t* barrier);
+void Arrive(uint64_t* barrier);
 void StartCopy(void* to, const void* from, uint32_t bytes, uint64_t* barrier);
 void AwaitCopy(uint64_t* barrier, uint32_t parity);
 void StartCopyOut(void* to, const void* from, uint32_t bytes);
-void AwaitCopiesOut();
+void EndGroup();
+void AwaitCopiesOut(int pending);
 
 }  // namespace emulator

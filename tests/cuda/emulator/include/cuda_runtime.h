@@ -87,6 +87,10 @@ T atomicExch(T* p, T value) {
 }
 
 template <typename T>
+void __stcs(T* p, T value) {
+  *p = value;
+}
+template <typename T>
 T __ldcg(const T* p) {
   return *const_cast<const volatile T*>(p);
 }

@@ -7,7 +7,9 @@
 
 namespace jax_ep {
 
-inline void InitBarrier(uint64_t* barrier) { emulator::InitBarrier(barrier); }
+inline void InitBarrier(uint64_t* barrier, int arrivals) { emulator::InitBarrier(barrier, arrivals); }
+inline void CopyWord(float* to, const float* from, uint64_t* barrier) { emulator::CopyWord(to, from, barrier); }
+inline void Arrive(uint64_t* barrier) { emulator::Arrive(barrier); }
 inline void InitDone() { emulator::MayYield(); }
 inline void CopiesSeeWhatISee() { emulator::MayYield(); }
 inline void CopiesSeeMyStores() { emulator::MayYield(); }
@@ -18,6 +20,13 @@ inline void StartCopy(void* to, const void* from, uint32_t bytes, uint64_t* barr
 inline void AwaitCopy(uint64_t* barrier, uint32_t parity) { emulator::AwaitCopy(barrier, parity); }
 
 inline void StartCopyOut(void* to, const void* from, uint32_t bytes) { emulator::StartCopyOut(to, from, bytes); }
-inline void AwaitCopiesOut() { emulator::AwaitCopiesOut(); }
+inline void EndGroup() { emulator::EndGroup(); }
+template <int kPending>
+void AwaitCopiesOut() {
+  emulator::AwaitCopiesOut(kPending);
+}
+inline void AwaitCopiesOutRead() { emulator::AwaitCopiesOut(0); }
+
+inline int4 LoadShared(const void* p) { return *static_cast<const int4*>(p); }
 
 }  // namespace jax_ep

@@ -7,9 +7,10 @@
 
 namespace jax_ep {
 
-inline int64_t LoadAcquire(const int64_t* p) {
+template <typename T>
+T LoadAcquire(const T* p) {
   emulator::MayYield();
-  return *const_cast<const volatile int64_t*>(p);
+  return *const_cast<const volatile T*>(p);
 }
 
 inline void StoreRelease(int64_t* p, int64_t value) {
@@ -18,7 +19,13 @@ inline void StoreRelease(int64_t* p, int64_t value) {
   emulator::MayYield();
 }
 
+inline void FenceBlock() { emulator::MayYield(); }
+
+inline void ReleaseToPeers() { emulator::MayYield(); }
+
 inline uint32_t CountUp(uint32_t* p) { return atomicAdd(p, 1u); }
+
+inline void AddAtPeer(uint32_t* p) { atomicAdd(p, 1u); }
 
 inline int64_t Nanoseconds() { return emulator::Now(); }
 
