@@ -119,14 +119,14 @@ def _in_expert_order(
     if "forward" in phases:
         everyones = (workload.ranks - 1) * workload.sizes.tokens * workload.sizes.top_k * 4
         yield Operation(
-            "layout", functools.partial(jax_ep.layout, group=group), [(index,)], "alone", everyones, "int32"
+            "layout", lambda index: jax_ep.layout(index, group=group).slots, [(index,)], "alone", everyones, "int32"
         )
-        yield Operation("dispatch", dispatch, tokens, "layout included", away)
+        yield Operation("dispatch", _rows_of(dispatch), tokens, "layout included", away)
         away_fp8 = workload.away * (hidden + 4 * num_blocks(hidden))
         for dequantize, then in ((False, ""), (True, ", dequantised to bfloat16")):
             fp8 = functools.partial(dispatch, wire="fp8", dequantize=dequantize)
             note = f"quantisation and layout included{then}"
-            yield Operation("dispatch", fp8, tokens, note, away_fp8, "float8_e4m3fn")
+            yield Operation("dispatch", _rows_of(fp8), tokens, note, away_fp8, "float8_e4m3fn")
 
     arrive = workload.spread(dispatch)
     rows = [arrive(*each) for each in tokens[: workload.turns(workload.rows["expert"])]]
@@ -177,6 +177,16 @@ def _in_rank_order(
         inputs = [(x, y, handle) for y, (x, _) in zip(rows, tokens, strict=False)]
         note = "of the plain: cotangents of tokens to those of rows"
         yield Operation("combine_backward", combine_back, inputs, note, away)
+
+
+def _rows_of(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """What a program computes with. A handle that it returned, too, would have to be copied for that."""
+
+    def rows(*operands: jax.Array) -> Any:
+        out = dispatch(*operands)
+        return out.x, out.scales, out.weights, out.group_sizes
+
+    return rows
 
 
 def weighted_combine(y: jax.Array, weights: jax.Array, handle: Handle, *, num_sms: int | None = None) -> jax.Array:

@@ -11,10 +11,8 @@ import jax
 
 
 def calls_in_a_row() -> int:
-    """Calls that are enqueued in a row for one time: many, so that starting and ending them weighs little.
-
-    On CPU fewer, as XLA's CPU devices may starve each other with more than 32 programs in flight.
-    """
+    """Calls that one time is the mean of. On CPU fewer, as XLA's CPU devices may starve each other with more than 32
+    programs in flight."""
     return 40 if jax.default_backend() == "gpu" else 10
 
 
@@ -48,7 +46,10 @@ def calls_in_a_program() -> int:
 def time_in_a_row(
     spread: Callable[..., Any], function: Callable[..., Any], inputs: Sequence[tuple], *, runs: int
 ) -> list[float]:
-    """Seconds a call inside jit: for each run the mean of `calls_in_a_row()`, timed until the last of them is done.
+    """Seconds a call inside jit, in a stream of them: for each run the mean of `calls_in_a_row()`.
+
+    All are enqueued together with a program before them, and the clock runs from that one's end to the last one's: what
+    it takes to start and to notice the end is no part of it.
 
     Args:
       spread: makes of a function a jitted one.
@@ -70,10 +71,11 @@ def time_in_a_row(
     programs = max(1, min(calls_in_a_row() // each, enough))
     seconds = []
     for _ in range(runs):
-        start = time.perf_counter()
-        last = None
+        first = call()
         for _ in range(programs):
             last = call()
+        jax.block_until_ready(first)
+        start = time.perf_counter()
         jax.block_until_ready(last)
         seconds.append((time.perf_counter() - start) / (programs * each))
     return seconds
