@@ -13,7 +13,7 @@ import jax
 def calls_in_a_row() -> int:
     """Calls that one time is the mean of. On CPU fewer, as XLA's CPU devices may starve each other with more than 32
     programs in flight."""
-    return 40 if jax.default_backend() == "gpu" else 10
+    return 100 if jax.default_backend() == "gpu" else 10
 
 
 def time_runs(function: Callable[..., Any], inputs: Sequence[tuple], *, runs: int, warm_up: int = 3) -> list[float]:
@@ -67,15 +67,13 @@ def time_in_a_row(
     start = time.perf_counter()
     jax.block_until_ready(call())
     # Where programs take long fewer of them are enough, and their results take less memory.
-    enough = int(0.02 / (time.perf_counter() - start))
+    enough = int(0.03 / (time.perf_counter() - start))
     programs = max(1, min(calls_in_a_row() // each, enough))
     seconds = []
     for _ in range(runs):
-        first = call()
+        start = time.perf_counter()
         for _ in range(programs):
             last = call()
-        jax.block_until_ready(first)
-        start = time.perf_counter()
         jax.block_until_ready(last)
         seconds.append((time.perf_counter() - start) / (programs * each))
     return seconds
