@@ -616,7 +616,7 @@ int PullingWarps(const Peers& peers, const DispatchArgs& args, int num_sms, int 
 
 int DispatchSms(const DispatchArgs& args, int device_sms) {
   const bool copies = args.from == args.wire && args.wire == args.to && args.y == nullptr;
-  return std::max(1, device_sms * (copies ? 2 : 3) / 4);
+  return std::max(1, device_sms * (copies && !args.lends ? 2 : 3) / 4);
 }
 
 int DispatchPieces(int64_t row_bytes) { return PiecesOf(static_cast<int>(row_bytes)); }

@@ -289,7 +289,7 @@ def test_time_is_divided_by_the_calls():
 
     inputs = [(jnp.int32(n),) for n in range(3)]
     seconds = throughput.time_in_a_row(lambda many: many, function, inputs, runs=2)
-    assert len(seconds) == 2 and calls == [n % 3 for n in range(2 + 2 * (1 + timing.calls_in_a_row()))]
+    assert len(seconds) == 2 and calls == [n % 3 for n in range(2 + 2 * timing.calls_in_a_row())]
 
 
 def test_calls_of_one_program_take_turns(monkeypatch):
@@ -304,7 +304,7 @@ def test_calls_of_one_program_take_turns(monkeypatch):
         return program
 
     timing.time_in_a_row(spread, lambda x: x, [(jnp.int32(n),) for n in range(3)], runs=1)
-    assert [len(program) for program in programs] == [5] * (2 + 1 + timing.calls_in_a_row() // 5)
+    assert [len(program) for program in programs] == [5] * (2 + timing.calls_in_a_row() // 5)
     assert sum(programs, []) == [n % 3 for n in range(5 * len(programs))]
 
 

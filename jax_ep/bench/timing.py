@@ -16,6 +16,12 @@ def calls_in_a_row() -> int:
     return 100 if jax.default_backend() == "gpu" else 10
 
 
+def calls_in_a_program() -> int:
+    """How many of them one jitted program makes: on GPUs several, as enqueuing a program takes the host longer than the
+    device needs for a small operation."""
+    return 10 if jax.default_backend() == "gpu" else 1
+
+
 def time_runs(function: Callable[..., Any], inputs: Sequence[tuple], *, runs: int, warm_up: int = 3) -> list[float]:
     """Seconds of each of `runs` calls, by the host's clock, from the call to the last result being ready.
 
@@ -37,19 +43,10 @@ def time_runs(function: Callable[..., Any], inputs: Sequence[tuple], *, runs: in
     return seconds
 
 
-def calls_in_a_program() -> int:
-    """How many of them one jitted program makes: on GPUs several, as enqueuing a program takes the host longer than the
-    device needs for a small operation."""
-    return 10 if jax.default_backend() == "gpu" else 1
-
-
 def time_in_a_row(
     spread: Callable[..., Any], function: Callable[..., Any], inputs: Sequence[tuple], *, runs: int
 ) -> list[float]:
-    """Seconds a call inside jit, in a stream of them: for each run the mean of `calls_in_a_row()`.
-
-    All are enqueued together with a program before them, and the clock runs from that one's end to the last one's: what
-    it takes to start and to notice the end is no part of it.
+    """Seconds a call inside jit: for each run the mean of `calls_in_a_row()`, timed until the last of them is done.
 
     Args:
       spread: makes of a function a jitted one.
