@@ -120,6 +120,17 @@ std::string Connect(int64_t serial, int device, int rank, int64_t process, const
       const cudaError_t error = cudaIpcOpenMemHandle(&base, handle, cudaIpcMemLazyEnablePeerAccess);
       if (error != cudaSuccess) return Describe("memory of a peer process", error);
       memory.imported.push_back(base);
+      // Within a process the caller has asked; of another process's device only its memory tells which it is.
+      cudaPointerAttributes attributes{};
+      int atomics = 1;
+      if (cudaPointerGetAttributes(&attributes, base) == cudaSuccess && attributes.device != device) {
+        cudaDeviceGetP2PAttribute(&atomics, cudaDevP2PAttrNativeAtomicSupported, device, attributes.device);
+      }
+      cudaGetLastError();
+      if (atomics == 0) {
+        return "expected atomics between the GPUs of ranks " + std::to_string(rank) + " and " + std::to_string(peer) +
+               ", as over NVLink, got none; use implementation=\"reference\"";
+      }
     }
     memory.open.peers.base[peer] = static_cast<char*>(base);
   }

@@ -143,6 +143,12 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
       return Refuse("expected rows of a multiple of 16 bytes, within the group's");
     }
   }
+  // Scales come with FP8 tokens whose rows need them, and go with FP8 rows.
+  const bool keeps_scales = row_scales->element_count() != 0;
+  const bool quantized = args.from == Element::kFloat8 && (keeps_scales || args.to != Element::kFloat8);
+  if (has_scales != quantized || (keeps_scales && (args.wire != Element::kFloat8 || args.to != Element::kFloat8))) {
+    return Refuse("expected scales of FP8 tokens that are dequantised or keep them, and of no others");
+  }
   const int64_t blocks = ScaleBlocks(args.hidden);
   const int64_t picks = int64_t{args.tokens} * args.top_k;
   const int64_t words = int64_t{args.capacity} * (args.order == RowOrder::kRank ? args.top_k : 1);
