@@ -287,6 +287,40 @@ def test_every_order_of_operations(on, row_order):
         assert_same(sharded(mesh, program)(*world.put(mesh, "ep", (x, indices))), joined(*wanted))
 
 
+@pytest.mark.parametrize("row_order", ["expert", "rank"])
+def test_two_handles_in_swapped_order(on, row_order):
+    """Made as A, B; dispatched as B, A; combined as A, B."""
+    mesh = world.mesh(RANKS, on=on)
+    with make_group(mesh) as group:
+
+        def swapped(layout, dispatch, combine, after, x_a, x_b, index_a, index_b):
+            a = layout(index_a)
+            b = layout(after(index_b, a.slots))
+            rows_b = dispatch(after(x_b, b.slots), b)
+            rows_a = dispatch(after(x_a, rows_b), a)
+            out_a = combine(rows_a, a)
+            return rows_a, rows_b, out_a, combine(after(rows_b, out_a), b)
+
+        def program(*arrays):
+            def layout(index):
+                return jax_ep.layout(index, group=group, row_order=row_order)
+
+            def dispatch(x, handle):
+                return jax_ep.dispatch(x, handle=handle).x
+
+            return swapped(layout, dispatch, jax_ep.combine, after, *arrays)
+
+        def oracle_layout(index):
+            capacity = group.rows_capacity(TOKENS, row_order=row_order)
+            return oracle.layout(index, group.num_experts, capacity, row_order=row_order)
+
+        (x_a, index_a), (x_b, index_b) = (draw(group, seed)[:2] for seed in range(2))
+        of_ranks = by_rank(x_a, x_b, index_a, index_b)
+        wanted = swapped(oracle_layout, oracle.dispatch, oracle.combine, lambda value, _: value, *of_ranks)
+        got = sharded(mesh, program)(*world.put(mesh, "ep", (x_a, x_b, index_a, index_b)))
+        assert_same(got, joined(*wanted))
+
+
 # Ranks that come late.
 
 
