@@ -602,8 +602,7 @@ Kernel KernelOf(Element from, Element wire, Element to) {
 }
 
 // Warps of each block that pull from the start, of so many. Most of them, where nothing is staged. Else fewer: requests
-// that wait for the link hold up those of the warps that stage, for which the peers wait. docs/kernels.md has the
-// measurements.
+// that wait for the link hold up those of the warps that stage, for which the peers wait.
 int PullingWarps(const Peers& peers, const DispatchArgs& args, int num_sms, int workers) {
   if (peers.layout.shape.ranks == 1) return 0;
   if (Lends(args)) return workers * 2 / 3;

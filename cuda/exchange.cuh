@@ -167,7 +167,6 @@ struct Chunks {
     count = ((tokens - 1) >> shift) + 1;
   }
   __device__ int Of(int token) const { return token >> shift; }
-  __device__ int Tokens(int chunk, int tokens) const { return min(1 << shift, tokens - (chunk << shift)); }
 };
 
 // How many chunks of each rank's tokens are ready, the first ones; -1 until the rank has begun. One warp of a block
@@ -272,9 +271,9 @@ inline __device__ void Tell(const Peers& peers, int peer, int chunk, int64_t epo
 // Of a queue that goes `rounds` times over all tokens, piece by piece, for the warps from `first` to `end` of all
 // blocks: calls tell(round, chunk), by one lane, as soon as this block has finished its part of that chunk. By one warp
 // of each block. While the fence takes its time more chunks are finished, so few fences are enough.
-template <typename Tell>
+template <typename Function>
 __device__ void AnnounceChunks(Finished* finished, int first, int end, const Chunks& chunks, int tokens, int pieces,
-                               int rounds, Tell tell) {
+                               int rounds, Function tell) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t all = int64_t{rounds} * chunks.count;
   for (int64_t next = 0; next < all;) {
@@ -336,10 +335,6 @@ inline __device__ Picks PicksFrom(int slot, RowOrder order) {
   p.picked = __ballot_sync(kAllLanes, p.slot >= 0);
   p.rows = order == RowOrder::kRank ? p.picked & -p.picked : p.picked;
   return p;
-}
-
-inline __device__ Picks PicksOf(const int32_t* slots, int top_k, RowOrder order, int lane) {
-  return PicksFrom(lane < top_k ? slots[lane] : -1, order);
 }
 
 }  // namespace jax_ep

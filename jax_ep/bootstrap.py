@@ -115,9 +115,10 @@ def open_group(
             if device.process_index != jax.process_index():
                 continue
             ordinal = device.local_hardware_id
-            facts = (rank, jax.process_index(), names, fingerprint, timeout_s, num_sms or 0)
             try:
-                module.connect_group(serial, ordinal, *facts)
+                module.connect_group(
+                    serial, ordinal, rank, jax.process_index(), names, fingerprint, timeout_s, num_sms or 0
+                )
             except RuntimeError as error:
                 problem = str(error)
     # Nobody launches before all are connected.

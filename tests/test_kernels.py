@@ -261,30 +261,37 @@ def in_order(layout, dispatch, combine, after, tokens, indices) -> list[Any]:
     return results
 
 
+def assert_as_the_oracle(mesh, group, row_order, run, *arrays):
+    """Of run(layout, dispatch, combine, after, *arrays): that our operations give what the oracle's give."""
+
+    def ours(*arrays):
+        def layout(index):
+            return jax_ep.layout(index, group=group, row_order=row_order)
+
+        def dispatch(x, handle):
+            return jax_ep.dispatch(x, handle=handle).x
+
+        return run(layout, dispatch, jax_ep.combine, after, *arrays)
+
+    def oracle_layout(index):
+        capacity = group.rows_capacity(TOKENS, row_order=row_order)
+        return oracle.layout(index, group.num_experts, capacity, row_order=row_order)
+
+    wanted = run(oracle_layout, oracle.dispatch, oracle.combine, lambda value, _: value, *by_rank(*arrays))
+    assert_same(sharded(mesh, ours)(*world.put(mesh, "ep", arrays)), joined(*wanted))
+
+
 @pytest.mark.parametrize("row_order", ["expert", "rank"])
 def test_every_order_of_operations(on, row_order):
     assert len({ORDER[n : n + 3] for n in range(len(ORDER) - 2)}) == 3**3
     mesh = world.mesh(RANKS, on=on)
     with make_group(mesh) as group:
 
-        def program(*arrays):
-            def layout(index):
-                return jax_ep.layout(index, group=group, row_order=row_order)
+        def run(layout, dispatch, combine, after, tokens, *indices):
+            return in_order(layout, dispatch, combine, after, tokens, indices)
 
-            def dispatch(x, handle):
-                return jax_ep.dispatch(x, handle=handle).x
-
-            return in_order(layout, dispatch, jax_ep.combine, after, *arrays)
-
-        def oracle_layout(index):
-            capacity = group.rows_capacity(TOKENS, row_order=row_order)
-            return oracle.layout(index, group.num_experts, capacity, row_order=row_order)
-
-        x = draw(group, 0)[0]
         indices = [draw(group, seed)[1] for seed in range(1 + ORDER.count("L"))]
-        (tokens,), of_ranks = by_rank(x), by_rank(*indices)
-        wanted = in_order(oracle_layout, oracle.dispatch, oracle.combine, lambda value, _: value, tokens, of_ranks)
-        assert_same(sharded(mesh, program)(*world.put(mesh, "ep", (x, indices))), joined(*wanted))
+        assert_as_the_oracle(mesh, group, row_order, run, draw(group, 0)[0], *indices)
 
 
 @pytest.mark.parametrize("row_order", ["expert", "rank"])
@@ -293,7 +300,7 @@ def test_two_handles_in_swapped_order(on, row_order):
     mesh = world.mesh(RANKS, on=on)
     with make_group(mesh) as group:
 
-        def swapped(layout, dispatch, combine, after, x_a, x_b, index_a, index_b):
+        def run(layout, dispatch, combine, after, x_a, x_b, index_a, index_b):
             a = layout(index_a)
             b = layout(after(index_b, a.slots))
             rows_b = dispatch(after(x_b, b.slots), b)
@@ -301,24 +308,8 @@ def test_two_handles_in_swapped_order(on, row_order):
             out_a = combine(rows_a, a)
             return rows_a, rows_b, out_a, combine(after(rows_b, out_a), b)
 
-        def program(*arrays):
-            def layout(index):
-                return jax_ep.layout(index, group=group, row_order=row_order)
-
-            def dispatch(x, handle):
-                return jax_ep.dispatch(x, handle=handle).x
-
-            return swapped(layout, dispatch, jax_ep.combine, after, *arrays)
-
-        def oracle_layout(index):
-            capacity = group.rows_capacity(TOKENS, row_order=row_order)
-            return oracle.layout(index, group.num_experts, capacity, row_order=row_order)
-
         (x_a, index_a), (x_b, index_b) = (draw(group, seed)[:2] for seed in range(2))
-        of_ranks = by_rank(x_a, x_b, index_a, index_b)
-        wanted = swapped(oracle_layout, oracle.dispatch, oracle.combine, lambda value, _: value, *of_ranks)
-        got = sharded(mesh, program)(*world.put(mesh, "ep", (x_a, x_b, index_a, index_b)))
-        assert_same(got, joined(*wanted))
+        assert_as_the_oracle(mesh, group, row_order, run, x_a, x_b, index_a, index_b)
 
 
 # Ranks that come late.

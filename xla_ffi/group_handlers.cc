@@ -63,28 +63,20 @@ ffi::Error CheckSlots(const GroupCall& group, const S32& slots) {
   return ffi::Error::Success();
 }
 
-// A result that is left out has no elements.
-bool HasOrNone(const ffi::AnyBuffer& buffer, int64_t elements) {
-  const auto has = static_cast<int64_t>(buffer.element_count());
-  return has == 0 || has == elements;
-}
-
-template <typename T>
-T* OrNull(const ffi::AnyBuffer& buffer) {
-  return buffer.element_count() == 0 ? nullptr : static_cast<T*>(buffer.untyped_data());
-}
-
-// An operand, in whose place is something else where an attribute says that there is none.
+// What may be left out: an operand, in whose place is something else where an attribute says that there is none; or a
+// result, which has no elements then.
 struct Optional {
   const ffi::AnyBuffer& buffer;
   bool given;
 
   bool HasOrNone(int64_t elements) const { return !given || static_cast<int64_t>(buffer.element_count()) == elements; }
   template <typename T>
-  const T* OrNull() const {
-    return given ? static_cast<const T*>(buffer.untyped_data()) : nullptr;
+  T* OrNull() const {
+    return given ? static_cast<T*>(buffer.untyped_data()) : nullptr;
   }
 };
+
+Optional OptionalResult(const ffi::AnyBuffer& buffer) { return {buffer, buffer.element_count() != 0}; }
 
 int64_t BytesOfRow(const ffi::AnyBuffer& rows) {
   const auto dims = rows.dimensions();
@@ -144,39 +136,43 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
     }
   }
   // Scales come with FP8 tokens whose rows need them, and go with FP8 rows.
-  const bool keeps_scales = row_scales->element_count() != 0;
-  const bool quantized = args.from == Element::kFloat8 && (keeps_scales || args.to != Element::kFloat8);
-  if (has_scales != quantized || (keeps_scales && (args.wire != Element::kFloat8 || args.to != Element::kFloat8))) {
+  const Optional given_scales{scales, has_scales};
+  const Optional given_weights{weights, has_weights};
+  const Optional kept_scales = OptionalResult(*row_scales);
+  const Optional kept_weights = OptionalResult(*row_weights);
+  const bool quantized = args.from == Element::kFloat8 && (kept_scales.given || args.to != Element::kFloat8);
+  if (has_scales != quantized ||
+      (kept_scales.given && (args.wire != Element::kFloat8 || args.to != Element::kFloat8))) {
     return Refuse("expected scales of FP8 tokens that are dequantised or keep them, and of no others");
   }
   const int64_t blocks = ScaleBlocks(args.hidden);
   const int64_t picks = int64_t{args.tokens} * args.top_k;
   const int64_t words = int64_t{args.capacity} * (args.order == RowOrder::kRank ? args.top_k : 1);
   if (x.dimensions()[0] != args.tokens || hidden > layout.shape.hidden ||
-      group_sizes.element_count() != counts.element_count() ||
-      !Optional{scales, has_scales}.HasOrNone(args.tokens * blocks) ||
-      !Optional{weights, has_weights}.HasOrNone(picks) || !HasOrNone(*row_scales, args.capacity * blocks) ||
-      !HasOrNone(*row_weights, words) || has_weights != (row_weights->element_count() != 0)) {
+      group_sizes.element_count() != counts.element_count() || !given_scales.HasOrNone(args.tokens * blocks) ||
+      !given_weights.HasOrNone(picks) || !kept_scales.HasOrNone(args.capacity * blocks) ||
+      !kept_weights.HasOrNone(words) || has_weights != kept_weights.given) {
     return Refuse("expected scales, weights and counts of the tokens' and rows' sizes");
   }
   args.x = x.untyped_data();
-  args.scales = Optional{scales, has_scales}.OrNull<float>();
-  args.weights = Optional{weights, has_weights}.OrNull<uint32_t>();
+  args.scales = given_scales.OrNull<float>();
+  args.weights = given_weights.OrNull<uint32_t>();
   args.slots = slots.typed_data();
   args.group_sizes = group_sizes.typed_data();
   args.counts = counts.typed_data();
   args.rows = rows->untyped_data();
-  args.row_scales = OrNull<float>(*row_scales);
-  args.row_weights = OrNull<uint32_t>(*row_weights);
+  args.row_scales = kept_scales.OrNull<float>();
+  args.row_weights = kept_weights.OrNull<uint32_t>();
   args.y = Optional{y, has_y}.OrNull<void>();
   args.y_weights = Optional{y_weights, has_y}.OrNull<float>();
-  args.dots = OrNull<float>(*dots);
+  args.dots = OptionalResult(*dots).OrNull<float>();
   if (args.y != nullptr &&
       (y.size_bytes() != rows->size_bytes() || static_cast<int64_t>(y_weights.element_count()) != args.capacity ||
        static_cast<int64_t>(dots->element_count()) != args.capacity * int64_t{DispatchPieces(BytesOfRow(*rows))})) {
     return Refuse("expected y of the rows' size, a weight a row, and dots");
   }
-  args.lends = PeersCanRead(group->rank, {args.x, args.scales, args.weights});
+  // What is quantised on the way has to be staged: then the driver need not be asked.
+  args.lends = args.from == args.wire && PeersCanRead(group->rank, {args.x, args.scales, args.weights});
   const int sms = group->num_sms > 0 ? group->num_sms : DispatchSms(args, group->rank.device_sms);
   return Launched(LaunchDispatch(group->rank.peers, group->call, args, sms, stream));
 }
@@ -212,14 +208,15 @@ ffi::Error CombineImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint,
   args.hidden = static_cast<int32_t>(rows.dimensions()[1]);
   const int64_t capacity = rows.dimensions()[0];
   const int64_t words = capacity * (args.order == RowOrder::kRank ? args.top_k : 1);
-  if (out->dimensions()[0] != args.tokens || !Optional{row_weights, has_weights}.HasOrNone(capacity) ||
-      !Optional{row_words, has_words}.HasOrNone(words) ||
+  const Optional given_weights{row_weights, has_weights};
+  const Optional given_words{row_words, has_words};
+  if (out->dimensions()[0] != args.tokens || !given_weights.HasOrNone(capacity) || !given_words.HasOrNone(words) ||
       static_cast<int64_t>(pick_words->element_count()) != int64_t{args.tokens} * args.top_k) {
     return Refuse("expected weights and words of the rows' and tokens' sizes");
   }
   args.rows = rows.untyped_data();
-  args.row_weights = Optional{row_weights, has_weights}.OrNull<float>();
-  args.row_words = Optional{row_words, has_words}.OrNull<uint32_t>();
+  args.row_weights = given_weights.OrNull<float>();
+  args.row_words = given_words.OrNull<uint32_t>();
   args.slots = slots.typed_data();
   args.out = out->untyped_data();
   args.pick_words = static_cast<uint32_t*>(pick_words->untyped_data());

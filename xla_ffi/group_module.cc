@@ -58,7 +58,6 @@ nb::dict DeviceFacts(int device) {
   if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
   nb::dict facts;
   facts["compute_capability"] = nb::make_tuple(properties.major, properties.minor);
-  facts["num_sms"] = properties.multiProcessorCount;
   return facts;
 }
 
