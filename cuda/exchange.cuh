@@ -76,12 +76,13 @@ inline __device__ void AwaitTheEnd() {
 
 // These end the program. Not inlined: what they need must not take registers from the work.
 static __device__ __noinline__ void StopWaiting(Header* mine, int rank, int64_t timeout_ns, int group, int64_t epoch,
-                                                int64_t seen, int peer, const char* operation) {
+                                                int peer, const char* operation) {
   if (!IsFirstToFail(mine, epoch)) return;
+  const int64_t begun = LoadPeerWord(&mine->begun[peer]);  // whatever was waited for
   printf(
       "jax_ep: group %d, %s: rank %d waited %.1f s for rank %d, which is at epoch %lld of %lld; is it stuck, stopped, "
       "or running another program?\n",
-      group, operation, rank, timeout_ns * 1e-9, peer, static_cast<long long>(seen), static_cast<long long>(epoch));
+      group, operation, rank, timeout_ns * 1e-9, peer, static_cast<long long>(begun), static_cast<long long>(epoch));
   __trap();
 }
 
@@ -135,12 +136,11 @@ inline __device__ void Begin(const Peers& peers, const Call& call, int64_t epoch
 // long.
 inline __device__ void Await(const Peers& peers, const Call& call, const int64_t* word, int64_t epoch, int peer,
                              const char* operation) {
-  int64_t seen = LoadAcquire(word);
-  if (seen - epoch >= 0) return;
+  if (LoadAcquire(word) - epoch >= 0) return;
   const int64_t start = Nanoseconds();
-  while ((seen = LoadAcquire(word)) - epoch < 0) {
+  while (LoadAcquire(word) - epoch < 0) {
     if (Nanoseconds() - start > call.timeout_ns) {
-      StopWaiting(HeaderOf(peers, peers.rank), peers.rank, call.timeout_ns, call.serial, epoch, seen, peer, operation);
+      StopWaiting(HeaderOf(peers, peers.rank), peers.rank, call.timeout_ns, call.serial, epoch, peer, operation);
     }
     __nanosleep(64);
   }
@@ -212,8 +212,7 @@ inline __device__ void WatchChunks(const Peers& peers, const Call& call, int64_t
         __syncwarp();
         start = Nanoseconds();
       } else if (lane == 0 && Nanoseconds() - start > call.timeout_ns) {
-        StopWaiting(mine, peers.rank, call.timeout_ns, call.serial, epoch, LoadPeerWord(&mine->begun[peer]), peer,
-                    operation);
+        StopWaiting(mine, peers.rank, call.timeout_ns, call.serial, epoch, peer, operation);
       }
     }
     if (!all) __nanosleep(64);
