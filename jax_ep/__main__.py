@@ -36,10 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     throughput.set_defaults(run=_bench_throughput)
     plot = benchmarks.add_parser(
         "plot",
-        help="draw the times of records over tokens, and write them as a Markdown table",
+        help="draw the times of records, and write them as a Markdown table",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plot.add_argument("records", type=Path, nargs="+", metavar="RECORD")
+    plot.add_argument("--over", choices=("tokens", "sms"), default="tokens", help="what the times are drawn over")
+    plot.add_argument("--ops", nargs="+", help="draw and write these only, such as combine_backward; all if not given")
     plot.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture and the table")
     plot.set_defaults(run=_bench_plot)
     options = parser.parse_args(arguments)
@@ -104,7 +106,8 @@ def _bench_plot(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         print(f"bench plot: expected matplotlib, got none ({error}); pip install matplotlib", file=sys.stderr)
         return 2
-    for path in plot.write(options.records, options.out):
+    over = {"tokens": "tokens", "sms": "num_sms"}[options.over]
+    for path in plot.write(options.records, options.out, over=over, ops=options.ops):
         print(path)
     return 0
 
@@ -112,13 +115,14 @@ def _bench_plot(options: argparse.Namespace) -> int:
 def _report(benchmark: str, results: list, folder: Path, **machine: Any) -> int:
     from jax_ep.bench.record import Record
 
-    columns = "{:17} {:24} {:13} {:6} {:>5} {:>6} {:>4} {:>10} {:>10} {:>10} {:>10}  {}"
+    columns = "{:17} {:24} {:13} {:6} {:>5} {:>6} {:>4} {:>10} {:>10} {:>10} {:>10} {:>10}  {}"
     heads = ("op", "implementation", "dtype", "order", "ranks", "tokens", "SMs", "median us", "p10", "p90", "limit us")
-    print(columns.format(*heads, "note"))
+    print(columns.format(*heads, "moved/must", "note"))
     for r in results:
         times = ("-" if us is None else f"{us:.1f}" for us in (r.median_us, r.p10_us, r.p90_us, r.limit_us))
         which = (r.op, r.implementation, r.dtype, r.row_order, r.ranks, r.tokens, r.num_sms or "-")
-        print(columns.format(*which, *times, r.note))
+        moved = "-" if r.moved_over_must is None else f"{r.moved_over_must:.2f}"
+        print(columns.format(*which, *times, moved, r.note))
     print(f"record: {Record.here(results, **machine).write(folder, benchmark)}")
     return 0
 

@@ -45,6 +45,44 @@ def test_lines_go_over_tokens_with_the_limit():
     assert "limit of the link" not in [text.get_text() for text in panels["combine"].get_legend().get_texts()]
 
 
+def test_lines_go_over_sms_with_the_limit():
+    (first, *_) = (whole := record.read(COMMITTED[0])).results
+    own = [
+        dataclasses.replace(first, tokens=64, num_sms=n, median_us=n, p10_us=n, p90_us=n, limit_us=3)
+        for n in (24, 132, 8)
+    ]
+    by_the_group = dataclasses.replace(own[0], num_sms=None)
+    fewer_tokens = dataclasses.replace(own[0], tokens=16)
+    figure = plot.draw([dataclasses.replace(whole, results=(*own, by_the_group, fewer_tokens))], "num_sms")
+    panels = {axes.get_title("left").split("R=")[1].split(",")[1].strip(): axes for axes in figure.axes}
+    assert panels.keys() == {"T=64", "T=16"}
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in panels["T=64"].get_lines()]
+    assert ([8, 24, 132], [8, 24, 132]) in drawn and ([8, 24, 132], [3, 3, 3]) in drawn
+    legend = {text.get_text() for text in panels["T=64"].get_legend().get_texts()}
+    assert legend == {f"{first.implementation}: {first.note}", "limit of the link"}
+    with pytest.raises(ValueError, match="results to draw over SMs of a kernel, got none"):
+        plot.draw([dataclasses.replace(whole, results=(by_the_group,))], "num_sms")
+
+
+def test_operations_can_be_chosen(tmp_path):
+    (path,) = RESULTS.glob("throughput-*T211723Z.json")
+    options = ["--over", "sms", "--ops", "combine", "combine_backward", "--out", str(tmp_path)]
+    assert command.main(["bench", "plot", str(path), *options]) == 0
+    chosen = [r.op for r in record.read(path).results if r.op.startswith("combine")]
+    lines = (tmp_path / f"{path.stem}.md").read_text().splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == [f"| {op}" for op in chosen]
+    with pytest.raises(ValueError, match=r"expected ops among \['combine', .*, got \['combine', 'sort'\]"):
+        plot.write([path], tmp_path, ops=["combine", "sort"])
+
+
+def test_the_table_compares_what_moved_with_what_must():
+    (first, *_) = (whole := record.read(COMMITTED[0])).results
+    moved = dataclasses.replace(first, link_bytes=400, link_moved=500)
+    (head, _, with_it, without) = plot.table([dataclasses.replace(whole, results=(moved, first))]).splitlines()
+    column = head.split("|").index(" moved/must ")
+    assert [line.split("|")[column].strip() for line in (with_it, without)] == ["1.25", ""]
+
+
 @pytest.mark.parametrize("kind", ["layout", "moe_step"])
 def test_other_benchmarks_can_be_drawn(kind, tmp_path):
     plot.write(sorted(RESULTS.glob(f"{kind}-*.json")), tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 import time
@@ -149,6 +150,8 @@ def run(tmp_path, monkeypatch, *options: str) -> record.Record:
 
 def test_everything_is_in_the_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bootstrap, "link_bandwidth", lambda devices: 400.0)
+    counted = itertools.count(0, 10**9)
+    monkeypatch.setattr(timing, "_link_counters", lambda: {0: (next(counted), 0)})
     written = run(tmp_path, monkeypatch, "--routing", "zipf")
     found = {(r.op, r.implementation, r.row_order, r.dtype) for r in written.results}
     ours = {
@@ -169,7 +172,9 @@ def test_everything_is_in_the_record(tmp_path, monkeypatch, capsys):
     assert written.machine["link_gigabytes_per_second"] == 400
     for r in written.results:  # 400 GB/s are 400 000 bytes a microsecond
         assert r.limit_us == (None if r.op == "enqueue" else round(r.link_bytes / 4e5, 4))
+        assert r.link_moved is None if r.op == "enqueue" else r.link_moved > 0
     printed = capsys.readouterr().out
+    assert "moved/must" in printed
     assert "xla ragged_all_to_all: left out, XLA has none for cpu devices" in printed
     assert "400.0 GB/s each way at once" in printed
 
@@ -183,7 +188,7 @@ def test_options_choose_what_is_measured(tmp_path, monkeypatch):
         for sms in (None, 3)
         for op in ("dispatch_backward", "combine_backward")
     ]
-    assert {r.limit_us for r in written.results} == {None}
+    assert {(r.limit_us, r.link_moved) for r in written.results} == {(None, None)}
 
 
 def test_no_peers(tmp_path, monkeypatch, capsys):
@@ -288,7 +293,7 @@ def test_time_is_divided_by_the_calls():
         return x
 
     inputs = [(jnp.int32(n),) for n in range(3)]
-    seconds = throughput.time_in_a_row(lambda many: many, function, inputs, runs=2)
+    seconds, _ = throughput.time_in_a_row(lambda many: many, function, inputs, runs=2)
     assert len(seconds) == 2 and calls == [n % 3 for n in range(2 + 2 * timing.calls_in_a_row())]
 
 

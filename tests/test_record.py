@@ -42,6 +42,13 @@ def test_a_result_states_median_and_spread_in_microseconds():
     assert (result.p10_us, result.median_us, result.p90_us) == (2, 6, 10)
 
 
+@pytest.mark.parametrize(
+    ("moved", "must", "ratio"), [(500, 400, 1.25), (0, 400, 0.0), (None, 400, None), (500, None, None), (500, 0, None)]
+)
+def test_what_moved_is_compared_with_what_must(moved, must, ratio):
+    assert Result.of_times([1e-6], **WHAT, link_moved=moved, link_bytes=must).moved_over_must == ratio
+
+
 def test_what_is_written_is_read_again(tmp_path):
     written = make_record()
     path = written.write(tmp_path, "throughput")

@@ -208,7 +208,7 @@ def measure_links(workload: Workload, runs: int) -> Iterator[Result]:
     """Times the collectives alone."""
     inputs = [(x,) for x in workload.tokens]
     for form in links(workload.ranks):
-        yield _result(workload, form, time_in_a_row(workload.spread, form.function, inputs, runs=runs), "rank")
+        yield _time(workload, form, form.function, inputs, runs, "rank")
 
 
 def measure_whole(workload: Workload, forms: Sequence[Form], runs: int) -> Iterator[Result]:
@@ -231,16 +231,21 @@ def measure_whole(workload: Workload, forms: Sequence[Form], runs: int) -> Itera
             difference = _difference(workload.spread(function)(*inputs[0]), wanted[form.op])
             if not difference <= (0 if form.op == "dispatch" else ROUNDING * (workload.ranks + 2)):
                 raise AssertionError(f"{form.implementation}, {form.op}: differs from jax_ep's by {difference:g}")
-            yield _result(workload, form, time_in_a_row(workload.spread, function, inputs, runs=runs), "expert")
+            yield _time(workload, form, function, inputs, runs, "expert")
 
 
-def _result(workload: Workload, form: Form, seconds: Sequence[float], row_order: str) -> Result:
+def _time(
+    workload: Workload, form: Form, function: Callable[..., Any], inputs: Sequence[tuple], runs: int, row_order: str
+) -> Result:
+    """Times a form's function on these inputs."""
+    seconds, moved = time_in_a_row(workload.spread, function, inputs, runs=runs)
     return workload.result(
         seconds,
         op=form.op,
         implementation=form.implementation,
         row_order=row_order,
         link_bytes=workload.away * 2 * workload.sizes.hidden,
+        link_moved=moved,
         note=form.note,
     )
 

@@ -52,6 +52,8 @@ class Result:
       num_sms: SMs that the operation was given, or None where that says nothing.
       median_us, p10_us, p90_us: time of the whole operation in microseconds.
       link_bytes: bytes that must cross the busiest rank's link in one direction, or None.
+      link_moved: bytes a call that the busiest GPU sent or received over NVLink in one direction, by its own counters,
+        or None where nothing counts.
       limit_us: the time that these bytes take at the link's measured limit, or None.
       note: what else a reader must know.
       routing: how experts were picked, "uniform" or "zipf"; says nothing of a moe_step, which has a router.
@@ -71,6 +73,7 @@ class Result:
     p90_us: float
     num_sms: int | None = None
     link_bytes: int | None = None
+    link_moved: int | None = None
     limit_us: float | None = None
     note: str = ""
     routing: str = "uniform"
@@ -80,6 +83,11 @@ class Result:
         """A result from the times of single runs, in seconds."""
         p10, median, p90 = np.percentile(np.asarray(seconds) * 1e6, [10, 50, 90])
         return cls(median_us=round(median, 2), p10_us=round(p10, 2), p90_us=round(p90, 2), **what)
+
+    @property
+    def moved_over_must(self) -> float | None:
+        """`link_moved` over `link_bytes`: 1 where only what must cross does. None where either says nothing."""
+        return None if self.link_moved is None or not self.link_bytes else self.link_moved / self.link_bytes
 
     def check(self) -> None:
         """ValueError, naming the field, if a value cannot be right."""
@@ -169,7 +177,8 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
     }
     if not on_cpu:
-        machine["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+        drivers = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        machine["driver"] = drivers.split("\n")[0]
     return machine
 
 
@@ -192,13 +201,13 @@ def describe_commit() -> str:
     if named:
         return named
     root = Path(__file__).resolve().parents[2]
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    commit = output_of("git", "-C", str(root), "rev-parse", "HEAD")
     if not commit:
         raise RuntimeError(
             "benchmark: expected to run from a git checkout, to name the commit in the record, got none at "
             f"{root}; set JAX_EP_COMMIT to the commit"
         )
-    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    changed = output_of("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
     return commit + ("+changes" if changed else "")
 
 
@@ -214,7 +223,8 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _output(*command: str) -> str:
+def output_of(*command: str) -> str:
+    """What a command prints, stripped; "" where there is none of that name, or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

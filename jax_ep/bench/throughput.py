@@ -102,9 +102,9 @@ def measure_operations(workload: Workload, row_order: RowOrder, plan: Plan, sms:
     with workload.group(row_order, plan.implementation) as group:
         common = {"implementation": group.implementation, "row_order": row_order, "num_sms": sms or None}
         for operation in operations(workload, group, plan.phases, sms or None):
-            seconds = time_in_a_row(workload.spread, operation.function, operation.inputs, runs=plan.runs)
-            fields = ("op", "note", "link_bytes", "dtype")
-            yield workload.result(seconds, **common, **{field: getattr(operation, field) for field in fields})
+            seconds, moved = time_in_a_row(workload.spread, operation.function, operation.inputs, runs=plan.runs)
+            what = {field: getattr(operation, field) for field in ("op", "note", "link_bytes", "dtype")}
+            yield workload.result(seconds, link_moved=moved, **common, **what)
         if row_order == "expert" and "forward" in plan.phases:
             yield from _enqueue(workload, group, plan.runs, common)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from jax_ep.bench import link_counters
+
 
 def calls_in_a_row() -> int:
     """Calls that one time is the mean of. On CPU fewer, as XLA's CPU devices may starve each other with more than 32
@@ -45,14 +47,18 @@ def time_runs(function: Callable[..., Any], inputs: Sequence[tuple], *, runs: in
 
 def time_in_a_row(
     spread: Callable[..., Any], function: Callable[..., Any], inputs: Sequence[tuple], *, runs: int
-) -> list[float]:
-    """Seconds a call inside jit: for each run the mean of `calls_in_a_row()`, timed until the last of them is done.
+) -> tuple[list[float], int | None]:
+    """Times calls inside jit, and counts the bytes that they send over NVLink.
 
     Args:
       spread: makes of a function a jitted one.
       function: what to time.
       inputs: argument tuples, gone through in turn.
       runs: how many times to give.
+
+    Returns:
+      for each run the seconds a call, the mean of `calls_in_a_row()`, timed until the last of them is done; and the
+      bytes a call over all runs, as `Result.link_moved`.
     """
     each, turn = calls_in_a_program(), itertools.cycle(inputs)
     program = spread(lambda *many: [function(*arguments) for arguments in many])
@@ -67,13 +73,21 @@ def time_in_a_row(
     enough = int(0.03 / (time.perf_counter() - start))
     programs = max(1, min(calls_in_a_row() // each, enough))
     seconds = []
+    before = _link_counters()  # while the devices are idle, as they are after the last run
     for _ in range(runs):
         start = time.perf_counter()
         for _ in range(programs):
             last = call()
         jax.block_until_ready(last)
         seconds.append((time.perf_counter() - start) / (programs * each))
-    return seconds
+    moved = link_counters.moved(before, _link_counters())
+    return seconds, None if moved is None else round(moved / (runs * programs * each))
+
+
+def _link_counters() -> link_counters.Counters | None:
+    """The counters now; nvidia-smi is not asked where no call can cross NVLink."""
+    several_gpus = jax.default_backend() == "gpu" and jax.device_count() > 1
+    return link_counters.read() if several_gpus else None
 
 
 def time_enqueue(function: Callable[..., Any], inputs: Sequence[tuple], *, runs: int, warm_up: int = 3) -> list[float]:
