@@ -178,6 +178,19 @@ cudaError_t SyncAll(const std::vector<int>& devices) {
 
 }  // namespace
 
+std::string OpenSides(int64_t serial) {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto& [name, memory] : Registry()) {
+    if (name.first != serial || memory.open.side != nullptr) continue;
+    OnDevice on(name.second);
+    std::unique_ptr<SideStream> side;
+    const std::string problem = SideStream::Create(&side);
+    if (!problem.empty()) return problem;
+    memory.open.side = std::move(side);
+  }
+  return "";
+}
+
 std::string Release(int64_t serial) {
   std::vector<int> devices;
   {
@@ -206,6 +219,7 @@ std::string Release(int64_t serial) {
   std::string problem;
   for (size_t i = 0; i < held.size(); ++i) {
     OnDevice on(devices[i]);
+    held[i].open.side.reset();
     // Kept for good rather than taken from under a peer that still runs, or after a fault.
     if (error != cudaSuccess || (held[i].connected && !PeersHaveRead(held[i]))) continue;
     for (void* base : held[i].imported) cudaIpcCloseMemHandle(base);

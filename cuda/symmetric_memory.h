@@ -8,10 +8,12 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "cuda/buffer_layout.h"
+#include "cuda/side_stream.h"
 
 namespace jax_ep {
 
@@ -30,8 +32,9 @@ struct OpenRank {
   int64_t timeout_ns;
   int32_t num_sms;  // that the group gives each operation, 0 if that is left to it
   int32_t device_sms;
-  bool one_process;            // whether all ranks are in this process
-  int32_t devices[kMaxRanks];  // then, their CUDA devices
+  bool one_process;                  // whether all ranks are in this process
+  int32_t devices[kMaxRanks];        // then, their CUDA devices
+  std::shared_ptr<SideStream> side;  // null until OpenSides
 };
 
 // All return an empty string, or what went wrong.
@@ -42,6 +45,10 @@ std::string Allocate(int64_t serial, int device, const GroupShape& shape, Memory
 // Reaches all ranks' memory, in rank order, and loads the kernels. After all ranks have allocated. `process` is this.
 std::string Connect(int64_t serial, int device, int rank, int64_t process, const std::vector<MemoryName>& names,
                     int64_t fingerprint, int64_t timeout_ns, int num_sms);
+
+// For programs that start operations and are done with them later: before such a program is compiled, so that whatever
+// is recorded into CUDA graphs from then on waits for what was started.
+std::string OpenSides(int64_t serial);
 
 // Gives back what the group holds in this process, once nothing runs that uses it. Its executables fail from then on.
 std::string Release(int64_t serial);

@@ -14,6 +14,12 @@ from jax_ep.ops import Rows as Rows
 from jax_ep.ops import combine as combine
 from jax_ep.ops import dispatch as dispatch
 from jax_ep.ops import layout as layout
+from jax_ep.pending import Pending as Pending
+from jax_ep.pending import beside as beside
+from jax_ep.pending import combine_done as combine_done
+from jax_ep.pending import combine_start as combine_start
+from jax_ep.pending import dispatch_done as dispatch_done
+from jax_ep.pending import dispatch_start as dispatch_start
 from jax_ep.quantize import dequantize as dequantize
 from jax_ep.quantize import quantize as quantize
 from jax_ep.router import Routing as Routing

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jax_ep import guard, primitives, reference
 from jax_ep import wire as fp8_wire
-from jax_ep.call import of_caller
+from jax_ep.call import Call, of_caller
 from jax_ep.config import TOKEN_DTYPES, RowOrder, check_integer, check_row_order
 from jax_ep.group import Group
 from jax_ep.layout import Handle
@@ -162,64 +162,16 @@ def dispatch(
 
     Source: the two moves of Shazeer et al. 2017 (arXiv:1701.06538) and DeepSeek-V3 (arXiv:2412.19437), section 3.2.
     """
-    group = _group_of("dispatch", group, handle)
-    quantized, tokens = _check_tokens("dispatch", x, group, wire, dequantize)
-    if handle is None:
-        if index is None:
-            raise ValueError(
-                "dispatch: expected index and group, or a handle, got neither; pass routing.index and group=..., or "
-                "handle=rows.handle"
-            )
-        handle = layout(index, group=group, top_k=top_k, alignment=alignment, row_order=row_order or "expert")
-    else:
-        _check_handle_options(handle, top_k, alignment, row_order)
-    if handle.shape[1] != tokens:
-        raise ValueError(
-            f"dispatch x: expected {handle.shape[1]} tokens as in the top-k index or handle, got {tokens}; index and "
-            "tokens must be of the same call"
-        )
-    shape = handle.shape[1:]
-    if index is not None and index.shape != shape:
-        raise ValueError(
-            f"dispatch index: expected shape {shape} as in the handle, got {index.shape}; pass the index that the "
-            "handle was made from"
-        )
-    if weights is not None:
-        weights = jnp.asarray(weights)
-        if weights.shape != shape:
-            raise ValueError(
-                f"dispatch weights: expected shape [tokens, top_k] = {shape}, as the index, got {weights.shape}; pass "
-                "routing.weights"
-            )
-        if not jnp.issubdtype(weights.dtype, jnp.floating):
-            raise TypeError(
-                f"dispatch weights: expected a floating dtype, got {weights.dtype.name}; cast them to float32"
-            )
-        weights = weights.astype(jnp.float32)
-    if quantized or not dequantize:
-        x = fp8_wire.refuse_gradient(x)
-    x, weights, ready = guard.operands("dispatch", group, x, weights, handle)
-
-    call = of_caller(0 if num_sms is None else check_integer("dispatch num_sms", num_sms, 1))
+    sending = prepare_dispatch(
+        "dispatch", x, index, weights, group, handle, top_k, alignment, row_order, wire, dequantize, num_sms
+    )
     scales = None
-    if wire is None and not quantized:
-        rows, row_weights = primitives.dispatch(ready, x, weights, call)
+    if sending.fp8 is None:
+        rows, row_weights = primitives.dispatch(sending.handle, sending.x, sending.weights, sending.call)
     else:
-        dtype = (group.dtype if quantized else x.dtype) if dequantize else None
-        if group.implementation == "cuda" and group.hidden % 16:
-            raise ValueError(
-                f"dispatch wire: expected hidden to be a multiple of 16 for FP8 rows, got {group.hidden}; pad it to "
-                f"{-(-group.hidden // 16) * 16}, or send the tokens as they are"
-            )
-        how = (_SCALE_FORMATS[wire or "fp8"], dtype, call)
-        rows, scales, row_weights = fp8_wire.dispatch_fp8(how, ready, x, weights)
-    local_index = None
-    if handle.row_order == "rank" and index is not None:
-        (index,) = guard.operands("dispatch", group, index)
-        local_index = reference.local_index(index, ready)
-    brought = rows, row_weights, local_index, scales
-    rows, row_weights, local_index, scales = guard.results("dispatch", "jax_ep_rows", brought)
-    return Rows(rows, row_weights, ready.group_sizes, ready.counts, ready, local_index, scales)
+        how = (*sending.fp8, sending.call)
+        rows, scales, row_weights = fp8_wire.dispatch_fp8(how, sending.handle, sending.x, sending.weights)
+    return sending.rows(rows, scales, row_weights)
 
 
 def combine(
@@ -252,35 +204,143 @@ def combine(
 
     Example: see `dispatch`.
     """
-    group = _group_of("combine", group, handle)
-    y = _as_array("combine y", y, "the experts' results, an array like rows.x")
-    _check_token_dtype("combine y", y.dtype, group)
-    if y.shape != (handle.capacity, group.hidden):
-        raise ValueError(
-            f"combine y: expected shape [rows, hidden] = {(handle.capacity, group.hidden)}, as rows.x, got {y.shape}; "
-            "keep the rows of one dispatch and its handle together"
-        )
-    call = of_caller(0 if num_sms is None else check_integer("combine num_sms", num_sms, 1))
+    y, weights, handle, call = prepare_combine("combine", y, handle, weights, group, num_sms)
     if weights is None:
-        y, handle = guard.operands("combine", group, y, handle)
         out = primitives.combine(handle, y, call)
     else:
+        out = primitives.weighted_combine(handle, y, weights, call)
+    return guard.results("combine", "jax_ep_combined", out)
+
+
+# What is checked of them ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sending:
+    """A dispatch whose arguments are checked and ready for an exchange.
+
+    Attributes:
+      handle: of the rows.
+      x: [T, H], or a payload and its scales.
+      weights: [T, K] float32, or None.
+      local_index: what `Rows.index` will be.
+      fp8: None for tokens that cross as they are, else the format of the scales and the dtype to dequantise to.
+      call: what its kernels are told.
+    """
+
+    handle: Handle
+    x: Any
+    weights: jax.Array | None
+    local_index: jax.Array | None
+    fp8: tuple[ScaleFormat, Any] | None
+    call: Call
+
+    def rows(self, rows: jax.Array, scales: jax.Array | None, weights: jax.Array | None) -> Rows:
+        """What the exchange brought, for the user."""
+        brought = guard.results("dispatch", "jax_ep_rows", (rows, weights, self.local_index, scales))
+        rows, weights, local_index, scales = brought
+        return Rows(rows, weights, self.handle.group_sizes, self.handle.counts, self.handle, local_index, scales)
+
+
+def prepare_dispatch(
+    what: str,
+    x: Any,
+    index: jax.Array | None,
+    weights: jax.Array | None,
+    group: Group | None,
+    handle: Handle | None,
+    top_k: int | None,
+    alignment: int | None,
+    row_order: RowOrder | None,
+    wire: Wire | None,
+    dequantize: bool,
+    num_sms: int | None,
+) -> Sending:
+    """The arguments of `dispatch`, checked; `what` names it in messages."""
+    group = _group_of(what, group, handle)
+    quantized, tokens = _check_tokens(what, x, group, wire, dequantize)
+    if handle is None:
+        if index is None:
+            raise ValueError(
+                f"{what}: expected index and group, or a handle, got neither; pass routing.index and group=..., or "
+                "handle=rows.handle"
+            )
+        handle = layout(index, group=group, top_k=top_k, alignment=alignment, row_order=row_order or "expert")
+    else:
+        _check_handle_options(what, handle, top_k, alignment, row_order)
+    if handle.shape[1] != tokens:
+        raise ValueError(
+            f"{what} x: expected {handle.shape[1]} tokens as in the top-k index or handle, got {tokens}; index and "
+            "tokens must be of the same call"
+        )
+    shape = handle.shape[1:]
+    if index is not None and index.shape != shape:
+        raise ValueError(
+            f"{what} index: expected shape {shape} as in the handle, got {index.shape}; pass the index that the "
+            "handle was made from"
+        )
+    if weights is not None:
+        weights = jnp.asarray(weights)
+        if weights.shape != shape:
+            raise ValueError(
+                f"{what} weights: expected shape [tokens, top_k] = {shape}, as the index, got {weights.shape}; pass "
+                "routing.weights"
+            )
+        if not jnp.issubdtype(weights.dtype, jnp.floating):
+            raise TypeError(
+                f"{what} weights: expected a floating dtype, got {weights.dtype.name}; cast them to float32"
+            )
+        weights = weights.astype(jnp.float32)
+    if quantized or not dequantize:
+        x = fp8_wire.refuse_gradient(x)
+    x, weights, ready = guard.operands(what, group, x, weights, handle)
+
+    fp8 = None
+    if wire is not None or quantized:
+        if group.implementation == "cuda" and group.hidden % 16:
+            raise ValueError(
+                f"{what} wire: expected hidden to be a multiple of 16 for FP8 rows, got {group.hidden}; pad it to "
+                f"{-(-group.hidden // 16) * 16}, or send the tokens as they are"
+            )
+        fp8 = _SCALE_FORMATS[wire or "fp8"], (group.dtype if quantized else x.dtype) if dequantize else None
+    local_index = None
+    if handle.row_order == "rank" and index is not None:
+        (index,) = guard.operands(what, group, index)
+        local_index = reference.local_index(index, ready)
+    call = of_caller(0 if num_sms is None else check_integer(f"{what} num_sms", num_sms, 1))
+    return Sending(ready, x, weights, local_index, fp8, call)
+
+
+def prepare_combine(
+    what: str, y: jax.Array, handle: Handle, weights: jax.Array | None, group: Group | None, num_sms: int | None
+) -> tuple[jax.Array, jax.Array | None, Handle, Call]:
+    """The arguments of `combine`, checked and ready for an exchange; `what` names it in messages."""
+    group = _group_of(what, group, handle)
+    y = _as_array(f"{what} y", y, "the experts' results, an array like rows.x")
+    _check_token_dtype(f"{what} y", y.dtype, group)
+    if y.shape != (handle.capacity, group.hidden):
+        raise ValueError(
+            f"{what} y: expected shape [rows, hidden] = {(handle.capacity, group.hidden)}, as rows.x, got {y.shape}; "
+            "keep the rows of one dispatch and its handle together"
+        )
+    if weights is not None:
         if handle.row_order == "rank":
             raise ValueError(
-                'combine weights: expected None for a handle of row_order="rank", whose rows are already weighted '
+                f'{what} weights: expected None for a handle of row_order="rank", whose rows are already weighted '
                 "sums, got weights; weight the rows by rows.weights and rows.index first, or dispatch with "
                 'row_order="expert"'
             )
         weights = jnp.asarray(weights)
         if weights.shape != (handle.capacity,):
             raise ValueError(
-                f"combine weights: expected shape [rows] = {(handle.capacity,)}, got {weights.shape}; pass rows.weights"
+                f"{what} weights: expected shape [rows] = {(handle.capacity,)}, got {weights.shape}; pass rows.weights"
             )
         if not jnp.issubdtype(weights.dtype, jnp.floating):
-            raise TypeError(f"combine weights: expected a floating dtype, got {weights.dtype.name}; pass rows.weights")
-        y, weights, handle = guard.operands("combine", group, y, weights.astype(jnp.float32), handle)
-        out = primitives.weighted_combine(handle, y, weights, call)
-    return guard.results("combine", "jax_ep_combined", out)
+            raise TypeError(f"{what} weights: expected a floating dtype, got {weights.dtype.name}; pass rows.weights")
+        weights = weights.astype(jnp.float32)
+    y, weights, handle = guard.operands(what, group, y, weights, handle)
+    call = of_caller(0 if num_sms is None else check_integer(f"{what} num_sms", num_sms, 1))
+    return y, weights, handle, call
 
 
 def _group_of(what: str, group: Group | None, handle: Handle | None) -> Group:
@@ -385,7 +445,9 @@ def _check_tokens(what: str, x: Any, group: Group, wire: str | None, dequantize:
     return quantized, payload.shape[0]
 
 
-def _check_handle_options(handle: Handle, top_k: int | None, alignment: int | None, row_order: str | None) -> None:
+def _check_handle_options(
+    what: str, handle: Handle, top_k: int | None, alignment: int | None, row_order: str | None
+) -> None:
     for name, wanted, has in (
         ("top_k", top_k, handle.shape[2]),
         ("alignment", alignment, handle.alignment),
@@ -393,6 +455,6 @@ def _check_handle_options(handle: Handle, top_k: int | None, alignment: int | No
     ):
         if wanted is not None and wanted != has:
             raise ValueError(
-                f"dispatch handle: expected a handle with {name}={wanted!r}, got one with {name}={has!r}; leave {name} "
+                f"{what} handle: expected a handle with {name}={wanted!r}, got one with {name}={has!r}; leave {name} "
                 "out, or make another layout"
             )

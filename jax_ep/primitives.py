@@ -34,7 +34,7 @@ def layout(index: jax.Array, *, group: Any, row_order: RowOrder, alignment: int,
     return _by_kernels(group, index.size, functools.partial(kernels.layout, call=call, **static), in_jax, index)
 
 
-def dispatch(handle: Handle, x: jax.Array | None, weights: Weights, call: Call) -> tuple[jax.Array | None, Weights]:
+def dispatch(handle: Handle, x: jax.Array | None, weights: Weights, call: Call) -> tuple[Any, Weights]:
     """Rows [C, H] and their weights ([C], in rank order [C, K]) of tokens [T, H] and routing weights [T, K]; linear.
 
     Either may be None.
@@ -81,7 +81,7 @@ def send_fp8(
     return _by_kernels(handle.group, x.size and handle.capacity, by_kernel, in_jax, handle, (x, scales, weights))
 
 
-def _send(handle: Handle, x: jax.Array, weights: Weights, call: Call) -> tuple[jax.Array, Weights]:
+def send(handle: Handle, x: jax.Array, weights: Weights, call: Call) -> tuple[jax.Array, Weights]:
     """Tokens and their weights to rows; without a derivative."""
 
     def by_kernel(handle: Handle, operands: Any) -> Any:
@@ -96,7 +96,7 @@ def _send(handle: Handle, x: jax.Array, weights: Weights, call: Call) -> tuple[j
     return _by_kernels(handle.group, x.size and handle.capacity, by_kernel, in_jax, handle, (x, weights))
 
 
-def _receive(handle: Handle, y: jax.Array, weights: Weights, words: Weights, call: Call) -> tuple[jax.Array, Weights]:
+def receive(handle: Handle, y: jax.Array, weights: Weights, words: Weights, call: Call) -> tuple[jax.Array, Weights]:
     """Rows to tokens, and words of rows to words of picks; without a derivative."""
 
     def by_kernel(handle: Handle, operands: Any) -> Any:
@@ -122,22 +122,22 @@ def _dispatch(handle: Handle, operands: tuple[jax.Array | None, Weights], *, cal
     x, weights = operands
     if x is None:
         return None, None if weights is None else reference.dispatch_weights(handle, weights)
-    return _send(handle, x, weights, call)
+    return send(handle, x, weights, call)
 
 
 def _dispatch_transpose(handle: Handle, cotangents: tuple[jax.Array | None, Weights], *, call: Call) -> Any:
     rows, weights = cotangents
     if rows is None:
         return None, None if weights is None else reference.combine_weights(handle, weights)
-    return _receive(handle, rows, None, weights, call)
+    return receive(handle, rows, None, weights, call)
 
 
 def _combine(handle: Handle, y: jax.Array, *, call: Call) -> jax.Array:
-    return _receive(handle, y, None, None, call)[0]
+    return receive(handle, y, None, None, call)[0]
 
 
 def _combine_transpose(handle: Handle, x: jax.Array, *, call: Call) -> jax.Array:
-    return _send(handle, x, None, call)[0]
+    return send(handle, x, None, call)[0]
 
 
 # Weighted combine: bilinear in (y, weights), the handle's arrays are passed along. Where both have a tangent, these go
@@ -153,8 +153,16 @@ def weighted_combine(handle: Handle, y: jax.Array, weights: jax.Array, call: Cal
     return _weighted_combine_p.bind(y, weights, *arrays, handle=treedef, call=call)
 
 
+def weighted_combine_tangent(
+    handle: Handle, ty: jax.Array, tweights: jax.Array, y: jax.Array, weights: jax.Array, call: Call
+) -> jax.Array:
+    """Its tangent, from those of y and of the weights."""
+    arrays, treedef = jax.tree.flatten(handle)
+    return _tangent(ty, tweights, y, weights, *arrays, handle=treedef, call=call)
+
+
 def _weighted_combine(y: jax.Array, weights: jax.Array, *arrays: jax.Array, handle: Any, call: Call) -> jax.Array:
-    return _receive(jax.tree.unflatten(handle, arrays), y, weights, None, call)[0]
+    return receive(jax.tree.unflatten(handle, arrays), y, weights, None, call)[0]
 
 
 def _tangent(
@@ -211,20 +219,21 @@ def _tangent_transpose(
     if type(cotangent) is ad.Zero:
         zeros = (ad.Zero(t.aval.to_tangent_aval()) if ad.is_undefined_primal(t) else None for t in (ty, tweights))
         return (*zeros, *none)
-    cotangents = _cotangents(call, jax.tree.unflatten(handle, arrays), cotangent, y, weights)
+    cotangents = weighted_combine_cotangents(call, jax.tree.unflatten(handle, arrays), cotangent, y, weights)
     wanted = (ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, (ty, tweights), strict=True))
     return (*wanted, *none)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _cotangents(
+def weighted_combine_cotangents(
     call: Call, handle: Handle, cotangent: jax.Array, y: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Of rows y [C, H] and their weights [C], from those of tokens [T, H]."""
+    """Cotangents of rows y [C, H] and their weights [C] from those of tokens [T, H]."""
 
     def by_kernel(handle: Handle, operands: Any) -> Any:
         cotangent, y, weights = operands
-        return kernels.gradient(handle, cotangent, y, weights, call)
+        rows, dots = kernels.gradient(handle, cotangent, y, weights, call)
+        return rows, dots.sum(axis=1)
 
     def in_jax(handle: Handle, operands: Any) -> Any:
         cotangent, y, weights = operands
@@ -238,7 +247,7 @@ def _cotangents(
     return _by_kernels(handle.group, size, by_kernel, in_jax, handle, (cotangent, y, weights))
 
 
-@_cotangents.defjvp
+@weighted_combine_cotangents.defjvp
 def _(call: Call, primals: Any, tangents: Any) -> Any:
     handle, *floats = primals
 
@@ -248,7 +257,7 @@ def _(call: Call, primals: Any, tangents: Any) -> Any:
             _cotangent_of_weights(handle, cotangent, y, call),
         )
 
-    return _cotangents(call, *primals), jax.jvp(apart, tuple(floats), tuple(tangents[1:]))[1]
+    return weighted_combine_cotangents(call, *primals), jax.jvp(apart, tuple(floats), tuple(tangents[1:]))[1]
 
 
 def _cotangent_of_y(handle: Handle, cotangent: jax.Array, weights: jax.Array, dtype: Any, call: Call) -> jax.Array:

@@ -30,9 +30,11 @@ BELOW: dict[str, tuple[str, ...]] = {
     "primitives": ("reference", "group", "guard", "kernels"),
     "wire": ("primitives",),
     "ops": ("wire",),
+    "halves": ("primitives",),
+    "pending": ("ops", "halves"),
     "experts": (),
     "sharding": (),
-    "moe": ("ops", "router", "experts", "sharding"),
+    "moe": ("pending", "router", "experts", "sharding"),
     "presets": ("moe",),
     "flax": ("moe",),
 }

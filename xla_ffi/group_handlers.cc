@@ -1,5 +1,6 @@
-// Layout, dispatch and combine of a group, for CUDA. Each checks its buffers, finds its rank, and launches. They keep
-// nothing between calls, so XLA may record them into CUDA graphs: the epoch lives on the device.
+// Layout, dispatch and combine of a group, for CUDA. Each checks its buffers, finds its rank, and launches: whole on
+// XLA's stream, or between a start and a done on the group's own. The whole ones keep nothing between calls, so XLA may
+// record them into CUDA graphs: the epoch lives on the device.
 #include <cstdint>
 #include <string>
 
@@ -24,13 +25,36 @@ ffi::Error Launched(cudaError_t error) {
   return ffi::Error::Internal(std::string("jax_ep: launch failed: ") + cudaGetErrorString(error));
 }
 
+// Where an operation runs.
+enum class Where { kCompute, kSide };
+
 // What a handler launches with.
 struct GroupCall {
   OpenRank rank;
   Call call;
   int num_sms;  // 0 if nobody says
   RowOrder order;
+
+  // SMs, of which an operation by itself would take `whole`.
+  int Sms(Where where, int whole) const {
+    if (num_sms > 0) return num_sms;
+    return where == Where::kSide ? StartSms(rank.device_sms) : whole;
+  }
 };
+
+// Launches by launch(stream) what writes to `result`.
+template <typename Launch>
+ffi::Error LaunchOn(Where where, const GroupCall& group, cudaStream_t compute, const void* result, Launch launch) {
+  SideStream* side = group.rank.side.get();
+  std::string problem;
+  if (where == Where::kSide) {
+    problem = side != nullptr ? side->Start(compute, result, launch) : "expected a program compiled by this process";
+  } else {
+    if (side != nullptr) problem = side->Follow(compute);
+    if (problem.empty()) return Launched(launch(compute));
+  }
+  return problem.empty() ? ffi::Error::Success() : Refuse(problem);
+}
 
 // For the rank whose device XLA has made the current one.
 ffi::ErrorOr<GroupCall> Open(int64_t serial, int64_t fingerprint, int64_t tag, int64_t num_sms, int64_t row_order) {
@@ -97,13 +121,16 @@ ffi::Error GroupLayoutImpl(cudaStream_t stream, int64_t serial, int64_t fingerpr
       static_cast<int64_t>(scratch->element_count()) < LayoutScratchWords(args->shape.local_experts)) {
     return Refuse("expected an index [tokens, top_k] of this rank, slots of all ranks, and scratch");
   }
-  return Launched(
-      LaunchGroupLayout(group->rank.peers, group->call,
-                        {args->order, args->shape, index.typed_data(), slots->typed_data(), group_sizes->typed_data(),
-                         counts->typed_data(), num_dropped->typed_data(), scratch->typed_data()},
-                        stream));
+  return LaunchOn(Where::kCompute, *group, stream, slots->typed_data(), [&](cudaStream_t on) {
+    return LaunchGroupLayout(
+        group->rank.peers, group->call,
+        {args->order, args->shape, index.typed_data(), slots->typed_data(), group_sizes->typed_data(),
+         counts->typed_data(), num_dropped->typed_data(), scratch->typed_data()},
+        on);
+  });
 }
 
+template <Where kWhere>
 ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint, int64_t tag, int64_t num_sms,
                         int64_t row_order, ffi::AnyBuffer x, ffi::AnyBuffer scales, ffi::AnyBuffer weights, S32 slots,
                         S32 group_sizes, S32 counts, ffi::AnyBuffer y, ffi::AnyBuffer y_weights, AnyResult rows,
@@ -173,10 +200,12 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
   }
   // What is quantised on the way has to be staged: then the driver need not be asked.
   args.lends = args.from == args.wire && PeersCanRead(group->rank, {args.x, args.scales, args.weights});
-  const int sms = group->num_sms > 0 ? group->num_sms : DispatchSms(args, group->rank.device_sms);
-  return Launched(LaunchDispatch(group->rank.peers, group->call, args, sms, stream));
+  const int sms = group->Sms(kWhere, DispatchSms(args, group->rank.device_sms));
+  return LaunchOn(kWhere, *group, stream, args.rows,
+                  [&](cudaStream_t on) { return LaunchDispatch(group->rank.peers, group->call, args, sms, on); });
 }
 
+template <Where kWhere>
 ffi::Error CombineImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint, int64_t tag, int64_t num_sms,
                        int64_t row_order, ffi::AnyBuffer rows, ffi::AnyBuffer row_weights, ffi::AnyBuffer row_words,
                        S32 slots, AnyResult out, AnyResult pick_words, bool has_weights, bool has_words) {
@@ -220,8 +249,26 @@ ffi::Error CombineImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint,
   args.slots = slots.typed_data();
   args.out = out->untyped_data();
   args.pick_words = static_cast<uint32_t*>(pick_words->untyped_data());
-  const int sms = group->num_sms > 0 ? group->num_sms : CombineSms(group->rank.device_sms);
-  return Launched(LaunchCombine(group->rank.peers, group->call, args, sms, stream));
+  const int sms = group->Sms(kWhere, CombineSms(group->rank.device_sms));
+  return LaunchOn(kWhere, *group, stream, args.out,
+                  [&](cudaStream_t on) { return LaunchCombine(group->rank.peers, group->call, args, sms, on); });
+}
+
+// Of what a start writes, the first `results` operands, which are the results, too; the others were its operands and
+// are given so that XLA leaves them alone until now.
+ffi::Error DoneImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRets results, int64_t serial,
+                    int64_t fingerprint) {
+  const auto group = Open(serial, fingerprint, 0, 0, 0);
+  if (!group.has_value()) return group.error();
+  const auto written = operands.get<ffi::AnyBuffer>(0);
+  auto result = results.get<ffi::AnyBuffer>(0);
+  if (!written.has_value() || !result.has_value()) return Refuse("expected what a start writes");
+  if (written->untyped_data() != (*result)->untyped_data()) {
+    return Refuse("expected results in the place of what a start writes");
+  }
+  if (group->rank.side == nullptr) return Refuse("expected a start before done");
+  const std::string problem = group->rank.side->Done(stream, written->untyped_data());
+  return problem.empty() ? ffi::Error::Success() : Refuse(problem);
 }
 
 // What every handler takes first.
@@ -233,6 +280,41 @@ auto GroupBinding() {
       .Attr<int64_t>("tag")
       .Attr<int64_t>("num_sms")
       .Attr<int64_t>("row_order");
+}
+
+auto DispatchBinding() {
+  return GroupBinding()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<S32>()
+      .Arg<S32>()
+      .Arg<S32>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<int64_t>("x_element")
+      .Attr<int64_t>("wire_element")
+      .Attr<int64_t>("row_element")
+      .Attr<int64_t>("scale_format")
+      .Attr<bool>("has_scales")
+      .Attr<bool>("has_weights")
+      .Attr<bool>("has_y");
+}
+
+auto CombineBinding() {
+  return GroupBinding()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<S32>()
+      .Ret<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>()
+      .Attr<bool>("has_weights")
+      .Attr<bool>("has_words");
 }
 
 }  // namespace
@@ -249,39 +331,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpGroupLayoutCuda, GroupLayoutImpl,
                                   .Attr<int64_t>("alignment"),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpDispatchCuda, DispatchImpl,
-                              GroupBinding()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<S32>()
-                                  .Arg<S32>()
-                                  .Arg<S32>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<int64_t>("x_element")
-                                  .Attr<int64_t>("wire_element")
-                                  .Attr<int64_t>("row_element")
-                                  .Attr<int64_t>("scale_format")
-                                  .Attr<bool>("has_scales")
-                                  .Attr<bool>("has_weights")
-                                  .Attr<bool>("has_y"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpDispatchCuda, DispatchImpl<Where::kCompute>, DispatchBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCombineCuda, CombineImpl,
-                              GroupBinding()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<S32>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("has_weights")
-                                  .Attr<bool>("has_words"),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCombineCuda, CombineImpl<Where::kCompute>, CombineBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
+
+// Not into CUDA graphs: a graph that ends between a start and its done would have to wait for what was started.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpDispatchStartCuda, DispatchImpl<Where::kSide>, DispatchBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpCombineStartCuda, CombineImpl<Where::kSide>, CombineBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxEpDoneCuda, DoneImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("serial")
+                                  .Attr<int64_t>("fingerprint"));
 
 }  // namespace jax_ep

@@ -106,6 +106,9 @@ void DefineGroups(nb::module_& module) {
         Require(problem);
       },
       "Frees a group's memory in this process.");
+  module.def(
+      "open_sides", [](int64_t serial) { Require(OpenSides(serial)); },
+      "Makes a group's streams for what runs between start and done, if it has none.");
   module.def("device_facts", &DeviceFacts, "What kernels must know of a CUDA device.");
   module.def("can_reach", &CanReach,
              "Whether a CUDA device of this process can reach another's memory, also by atomics, as over NVLink.");

@@ -12,6 +12,9 @@ XLA_FFI_Error* JaxEpLayoutCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxEpGroupLayoutCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxEpDispatchCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxEpCombineCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxEpDispatchStartCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxEpCombineStartCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxEpDoneCuda(XLA_FFI_CallFrame* call_frame);
 #endif
 }
 

@@ -27,8 +27,13 @@ const std::vector<Handler>& Handlers() {
   static const std::vector<Handler> handlers = {
       {"jax_ep_layout", "cpu", JaxEpLayoutCpu},
 #ifdef JAX_EP_WITH_CUDA
-      {"jax_ep_layout", "cuda", JaxEpLayoutCuda},     {"jax_ep_group_layout", "cuda", JaxEpGroupLayoutCuda},
-      {"jax_ep_dispatch", "cuda", JaxEpDispatchCuda}, {"jax_ep_combine", "cuda", JaxEpCombineCuda},
+      {"jax_ep_layout", "cuda", JaxEpLayoutCuda},
+      {"jax_ep_group_layout", "cuda", JaxEpGroupLayoutCuda},
+      {"jax_ep_dispatch", "cuda", JaxEpDispatchCuda},
+      {"jax_ep_combine", "cuda", JaxEpCombineCuda},
+      {"jax_ep_dispatch_start", "cuda", JaxEpDispatchStartCuda},
+      {"jax_ep_combine_start", "cuda", JaxEpCombineStartCuda},
+      {"jax_ep_done", "cuda", JaxEpDoneCuda},
 #endif
   };
   return handlers;
