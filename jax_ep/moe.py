@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import ops, router
+from jax_ep import ops, pending, router
 from jax_ep.experts import (
     GATES,
     ExpertParams,
@@ -23,6 +23,7 @@ from jax_ep.experts import (
     init_shared,
 )
 from jax_ep.group import Group
+from jax_ep.layout import Handle
 from jax_ep.sharding import MoESharding, gather, join_shares, take_share
 
 # A router that starts near zero gives every expert about the same chance; at full scale a tight capacity would drop a
@@ -50,6 +51,9 @@ class MoEConfig:
       weighted: "after", routing weights multiply what the experts return; "before", what they are given.
       chunks: pieces that the tokens are cut into, each exchanged by itself, so that one may be under way while another
         is computed and buffers are smaller. Capacity counts per chunk.
+      overlap: whether exchanges run beside compute, by start and done (docs/overlap.md): the first dispatch beside the
+        shared experts, and with several chunks the exchanges of each beside the experts of its neighbours; in the
+        backward pass, too. The exchanges bring the same bits.
       wire: None, "fp8" or "fp8_ue8m0", as in `jax_ep.dispatch`.
       remat: None keeps all that the backward pass needs. A tuple of names keeps these alone and computes the rest
         again: "jax_ep_handle", "jax_ep_rows", "jax_ep_combined", or () for nothing.
@@ -73,6 +77,7 @@ class MoEConfig:
     shared_intermediate: int = 0
     weighted: Literal["after", "before"] = "after"
     chunks: int = 1
+    overlap: bool = False
     wire: ops.Wire | None = None
     remat: tuple[str, ...] | None = None
     sequence_factor: float = 1e-4
@@ -269,52 +274,111 @@ def _apply_local(
 
     same = sharding.same_tokens_axes(group.axis)
     mine = take_share((tokens, index, weights), same, (0, -1, 0)) if same else (tokens, index, weights)
-    out, dropped, invalid = _exchange(experts, *mine, config=config, group=group, sharding=sharding, matmul=matmul)
-    out = join_shares(out, same, tokens.shape[0]) if same else out
+    shared = None
     if params.shared is not None:
         part = jax.tree.map(lambda weight: weight.astype(x.dtype), params.shared)
         shared = SharedParams(
             gather(part.gate, sharding.fsdp, 0), gather(part.up, sharding.fsdp, 0), gather(part.down, sharding.fsdp, 1)
         )
-        out = out + apply_shared(shared, tokens, gate=GATES[config.activation])
+    apply_all = functools.partial(apply_experts, experts, gate=GATES[config.activation], matmul=matmul)
+    apply_shared_to = functools.partial(apply_shared, shared, gate=GATES[config.activation]) if shared else None
+    exchange = _exchange_beside if config.overlap else _exchange
+    out, of_shared, dropped, invalid = exchange(apply_all, apply_shared_to, mine, tokens, config, group)
+    out = join_shares(out, same, tokens.shape[0]) if same else out
+    out = out if of_shared is None else out + of_shared
     if sharding.tp:  # every tp rank has a part of each sum over F; in float32, as a matmul would add them
         out = jax.lax.psum(out.astype(jnp.float32), sharding.tp).astype(x.dtype)
     return out.reshape(x.shape), _stats(routing, dropped, invalid, config=config, group=group, sharding=sharding)
 
 
+Exchanged = tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]
+
+
 def _exchange(
-    experts: ExpertParams,
-    tokens: jax.Array,
-    index: jax.Array,
-    weights: jax.Array,
-    *,
+    experts: Callable[..., jax.Array],
+    shared: Callable[[jax.Array], jax.Array] | None,
+    routed: tuple[jax.Array, jax.Array, jax.Array],
+    for_shared: jax.Array,
     config: MoEConfig,
     group: Group,
-    sharding: MoESharding,
-    matmul: GroupedMatmul,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens [T, H] through their experts and back; rows dropped [1] and picks invalid [1] on this rank."""
-    if tokens.shape[0] % config.chunks:
+) -> Exchanged:
+    """Tokens through their experts and back, and others through the shared experts.
+
+    Args:
+      experts: of rows and their group sizes.
+      shared: of tokens; None for none.
+      routed: tokens [T, H], their top-k index [T, K] and routing weights [T, K].
+      for_shared: tokens for the shared experts.
+
+    Returns:
+      the routed tokens; those for the shared experts, None without any; on this rank, rows dropped [1] and
+      picks invalid [1].
+    """
+    outs, handles = [], []
+    for chunk in _chunks(routed, config):
+        rows = ops.dispatch(*chunk, group=group, wire=config.wire)
+        y = experts(_weighted_before(rows, config), rows.group_sizes)
+        outs.append(ops.combine(y, rows.handle, _weights_after(rows, config)))
+        handles.append(rows.handle)
+    of_shared = None if shared is None else shared(for_shared)
+    return jnp.concatenate(outs), of_shared, *_refused(handles)
+
+
+def _exchange_beside(
+    experts: Callable[..., jax.Array],
+    shared: Callable[[jax.Array], jax.Array] | None,
+    routed: tuple[jax.Array, jax.Array, jax.Array],
+    for_shared: jax.Array,
+    config: MoEConfig,
+    group: Group,
+) -> Exchanged:
+    """As `_exchange`, with exchanges beside compute: chunk n's experts while chunk n + 1 comes and n - 1 leaves."""
+    starts = [
+        functools.partial(pending.dispatch_start, *chunk, group=group, wire=config.wire)
+        for chunk in _chunks(routed, config)
+    ]
+    coming, of_shared = starts[0](), None
+    if shared is not None:
+        of_shared, coming = pending.beside(coming, shared, for_shared)
+    outs: list[jax.Array] = []
+    handles: list[Handle] = []
+    leaving: list[pending.Pending] = []
+    for n in range(config.chunks):
+        rows = pending.dispatch_done(coming)
+        under_way = leaving + [start() for start in starts[n + 1 : n + 2]]
+        y, under_way = pending.beside(under_way, experts, _weighted_before(rows, config), rows.group_sizes)
+        outs += [pending.combine_done(each) for each in under_way[: len(leaving)]]
+        coming = under_way[-1] if n + 1 < config.chunks else coming
+        leaving = [pending.combine_start(y, rows.handle, _weights_after(rows, config))]
+        handles.append(rows.handle)
+    outs += [pending.combine_done(each) for each in leaving]
+    return jnp.concatenate(outs), of_shared, *_refused(handles)
+
+
+def _chunks(routed: tuple[jax.Array, ...], config: MoEConfig) -> list[tuple[jax.Array, ...]]:
+    tokens = routed[0].shape[0]
+    if tokens % config.chunks:
         raise ValueError(
-            f"moe chunks: expected a divisor of the {tokens.shape[0]} tokens of a rank, got {config.chunks}; pad the "
+            f"moe chunks: expected a divisor of the {tokens} tokens of a rank, got {config.chunks}; pad the "
             "tokens or take another number"
         )
-    outs, dropped, invalid = [], [], []
-    for chunk in zip(*(jnp.split(array, config.chunks) for array in (tokens, index, weights)), strict=True):
-        rows = ops.dispatch(*chunk, group=group, wire=config.wire)
-        before = config.weighted == "before"
-        assert rows.weights is not None
-        y = apply_experts(
-            experts,
-            rows.x * rows.weights[:, None].astype(rows.x.dtype) if before else rows.x,
-            rows.group_sizes,
-            gate=GATES[config.activation],
-            matmul=matmul,
-        )
-        outs.append(ops.combine(y, rows.handle, weights=None if before else rows.weights))
-        dropped.append(rows.handle.num_dropped)
-        invalid.append(rows.handle.num_invalid)
-    return jnp.concatenate(outs), sum(dropped), sum(invalid)  # type: ignore[return-value]
+    return list(zip(*(jnp.split(array, config.chunks) for array in routed), strict=True))
+
+
+def _weighted_before(rows: ops.Rows, config: MoEConfig) -> jax.Array:
+    """What the experts are given."""
+    assert rows.weights is not None
+    return rows.x * rows.weights[:, None].astype(rows.x.dtype) if config.weighted == "before" else rows.x
+
+
+def _weights_after(rows: ops.Rows, config: MoEConfig) -> jax.Array | None:
+    """What combine multiplies by."""
+    return None if config.weighted == "before" else rows.weights
+
+
+def _refused(handles: list[Handle]) -> tuple[jax.Array, jax.Array]:
+    dropped = sum((handle.num_dropped for handle in handles[1:]), handles[0].num_dropped)
+    return dropped, sum((handle.num_invalid for handle in handles[1:]), handles[0].num_invalid)
 
 
 def _gather_experts(experts: ExpertParams, sharding: MoESharding) -> ExpertParams:

@@ -179,8 +179,10 @@ def beside(pending: Pending | Sequence[Pending], function: Callable[..., Out], *
       >>> y, pending = beside(pending, experts, others.x)                              # doctest: +SKIP
       >>> out = combine_done(pending)                                                  # doctest: +SKIP
     """
-    single = isinstance(pending, Pending)
-    several = tuple(_check("beside", None, each) for each in ([pending] if single else pending))
+    several = tuple(pending) if isinstance(pending, (tuple, list)) else (pending,)
+    several = tuple(_check("beside", None, each) for each in several)
+    if not several:
+        return function(*operands), ()
     halfways = [each._take("beside") for each in several]
     arrays, operands = jax.lax.optimization_barrier(([halfway.arrays for halfway in halfways], operands))
     arrays, out = jax.lax.optimization_barrier((arrays, function(*operands)))
@@ -188,7 +190,7 @@ def beside(pending: Pending | Sequence[Pending], function: Callable[..., Out], *
         Pending(each._what, dataclasses.replace(halfway, arrays=of_it), each._sending)
         for each, halfway, of_it in zip(several, halfways, arrays, strict=True)
     )
-    return out, on[0] if single else on
+    return out, on if isinstance(pending, (tuple, list)) else on[0]
 
 
 def _finish(by: str, what: str, pending: Pending, after: Any) -> list[jax.Array]:

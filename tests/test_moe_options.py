@@ -138,6 +138,9 @@ OPTIONS = {
     "shared experts": {"shared_intermediate": 20},
     "weighted before": {"weighted": "before"},
     "four chunks": {"chunks": 4},
+    "exchanges beside compute": {"overlap": True},
+    "of four chunks": {"overlap": True, "chunks": 4},
+    "beside shared experts": {"overlap": True, "chunks": 2, "shared_intermediate": 8},
     "remat, nothing kept": {"remat": ()},
     "remat, rows kept": {"remat": ("jax_ep_rows", "jax_ep_handle")},
     "all at once": {
