@@ -1,4 +1,5 @@
-"""The two comparisons of train_moe.py: the same losses as a dense computation, and the time of a plain network."""
+"""The comparisons of train_moe.py: the same losses as a dense computation, the time of a plain network, and that of
+exchanges in turn with compute."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from checkpoint import History
 
 import jax_ep
 from jax_ep.bench.record import Record, Result
+from jax_ep.bench.timeline import Timeline
 
 SAME_BOUND = 1e-5
 """Most that the losses of a step may differ, in nats a byte, while both runs pick the same experts.
@@ -81,28 +83,13 @@ def time_in_turn(steps: Mapping[str, Callable[[int], None]], runs: int, warm_up:
 
 def conclude_ffn(options: argparse.Namespace, group: jax_ep.Group, seconds: Mapping[str, list[float]]) -> None:
     """Write the record and compare_ffn.png of the times of "moe" and "ffn", and say what they show."""
-    setting = (
-        f"train_moe.py --compare-ffn, {options.layers} layers, sequence {options.sequence}, whole step (forward, "
-        f"backward, AdamW), runs in turn, load {os.getloadavg()[0]:.1f}"
-    )
+    setting = _setting(options, "--compare-ffn")
     notes = {
         "moe": f"experts {options.intermediate} wide, capacity factor {options.capacity_factor:g}; {setting}",
         "ffn": f"a plain gated network {options.top_k * options.intermediate} wide, data-parallel; {setting}",
     }
     results = [
-        Result.of_times(
-            seconds[name],
-            op="moe_step",
-            implementation=implementation,
-            ranks=group.num_ranks,
-            tokens=group.max_tokens,
-            hidden=group.hidden,
-            top_k=group.top_k,
-            num_experts=group.num_experts,
-            dtype=group.dtype.name,
-            row_order="expert",
-            note=notes[name],
-        )
+        _step_result(group, seconds[name], implementation, notes[name])
         for name, implementation in (("moe", group.implementation), ("ffn", "ffn"))
     ]
     record = Record.here(results).write(options.records, "moe_step")
@@ -116,3 +103,59 @@ def conclude_ffn(options: argparse.Namespace, group: jax_ep.Group, seconds: Mapp
     print(f"""MoE over plain network: {moe.median_us / ffn.median_us:.2f} (target: at most {STEP_TARGET:g})
   {options.out / "compare_ffn.png"}: both times
   {record}: the record""")
+
+
+def conclude_overlap(
+    options: argparse.Namespace,
+    group: jax_ep.Group,
+    seconds: Mapping[str, list[float]],
+    timelines: Sequence[Timeline],
+) -> None:
+    """Write the record of the times "in turn" and "beside", with their timelines, and say what they show."""
+    sizes = f"experts {options.intermediate} wide, capacity factor {options.capacity_factor:g}"
+    setting = f"{sizes}; {_setting(options, '--compare-overlap')}"
+    share = _share_of_exchanges(timelines[0])
+    exchanges = "" if share is None else f", which take {share:.0%} of the time that the GPU is busy"
+    notes = {
+        "in turn": f"exchanges in turn with compute{exchanges}; {setting}",
+        "beside": f"exchanges beside compute, {options.chunks} chunks; {setting}",
+    }
+    results = [_step_result(group, seconds[name], group.implementation, note) for name, note in notes.items()]
+    record = Record.here(results, timelines).write(options.records, "moe_step")
+    in_turn, beside = results
+    for name, result in zip(notes, results, strict=True):
+        print(
+            f"exchanges {name:8} {result.median_us / 1000:8.2f} ms a step "
+            f"(p10 {result.p10_us / 1000:.2f}, p90 {result.p90_us / 1000:.2f})"
+        )
+    print(f"""beside over in turn: {beside.median_us / in_turn.median_us:.3f}; {notes["in turn"].split(";")[0]}
+  {record}: the record""")
+
+
+def _share_of_exchanges(timeline: Timeline) -> float | None:
+    """Of the time that the first GPU is busy; None where nothing is known of it."""
+    busy = sum(kernel.duration_us for kernel in timeline.kernels)
+    return sum(kernel.duration_us for kernel in timeline.kernels if "jax_ep::" in kernel.name) / busy if busy else None
+
+
+def _setting(options: argparse.Namespace, comparison: str) -> str:
+    return (
+        f"train_moe.py {comparison}, {options.layers} layers, sequence {options.sequence}, whole step (forward, "
+        f"backward, AdamW), runs in turn, load {os.getloadavg()[0]:.1f}"
+    )
+
+
+def _step_result(group: jax_ep.Group, seconds: Sequence[float], implementation: str, note: str) -> Result:
+    return Result.of_times(
+        seconds,
+        op="moe_step",
+        implementation=implementation,
+        ranks=group.num_ranks,
+        tokens=group.max_tokens,
+        hidden=group.hidden,
+        top_k=group.top_k,
+        num_experts=group.num_experts,
+        dtype=group.dtype.name,
+        row_order="expert",
+        note=note,
+    )

@@ -82,14 +82,19 @@ class LanguageModel(nnx.Module):
     def __init__(
         self, config: ModelConfig, make_feed_forward: Callable[[nnx.Rngs], FeedForward], *, rngs: nnx.Rngs
     ) -> None:
+        self.dtype = config.dtype
         self.embed = nnx.Embed(VOCABULARY, config.hidden, dtype=config.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(config, make_feed_forward, rngs=rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.hidden, dtype=config.dtype, rngs=rngs)
         self.head = nnx.Linear(config.hidden, VOCABULARY, use_bias=False, dtype=config.dtype, rngs=rngs)
 
+    def embed_bytes(self, tokens: jax.Array) -> jax.Array:
+        """By a matmul, whose gradient is one, too: a GPU is slow to add all tokens' cotangents up in 256 rows."""
+        return jax.nn.one_hot(tokens, VOCABULARY, dtype=self.dtype) @ self.embed.embedding[...].astype(self.dtype)
+
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, Any]:
         """Tokens [batch, sequence] to float32 logits [batch, sequence, 256], and statistics [layers, ...]."""
-        x = self.embed(tokens)
+        x = self.embed_bytes(tokens)
         stats = []
         for block in self.blocks:
             x, of_block = block(x)

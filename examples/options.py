@@ -37,6 +37,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     _whole(model, "--hidden", 128, "width between the layers")
     _whole(model, "--intermediate", 256, "width inside an expert")
     _whole(model, "--heads", 4, "of attention")
+    _whole(model, "--chunks", 1, "pieces of a device's bytes, each exchanged by itself; room is per piece")
+    model.add_argument("--overlap", action="store_true", help="exchanges run beside the experts of other pieces")
     _choice(model, "--dtype", ("float32", "bfloat16"), "to compute in; weights are float32")
 
     training = parser.add_argument_group("training")
@@ -49,7 +51,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     _number(training, "--z-factor", 0.001, "of the router's z-loss")
     _number(training, "--bias-rate", 0.01, "step of the balancing bias; sigmoid only")
     _whole(training, "--heldout-every", 25, "steps between held-out losses")
-    _whole(training, "--runs", 30, "steps of each to time with --compare-ffn")
+    _whole(training, "--runs", 30, "steps of each to time with --compare-ffn and --compare-overlap")
     _whole(training, "--seed", 0, "of weights and batches", least=0)
 
     compare = parser.add_argument_group("comparisons").add_mutually_exclusive_group()
@@ -64,11 +66,17 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         help="do not train: time a step, and one of a plain feed-forward network of the same FLOPs a byte",
     )
 
+    compare.add_argument(
+        "--compare-overlap",
+        action="store_true",
+        help="do not train: time a step of --chunks with --overlap, and one with neither",
+    )
+
     files = parser.add_argument_group("files")
     _folder(files, "--out", Path("out/train"), "for plots and figures (out/train)")
     _folder(files, "--checkpoint", None, "write checkpoints there; also at the end and on Ctrl-C")
     _whole(files, "--checkpoint-every", 100, "steps between checkpoints")
-    _folder(files, "--records", Path("benchmarks/results"), "for the record of --compare-ffn (benchmarks/results)")
+    _folder(files, "--records", Path("benchmarks/results"), "for records of comparisons (benchmarks/results)")
     files.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
     return parser
 
@@ -88,6 +96,11 @@ def complete(options: argparse.Namespace, devices: int) -> None:
                 f"--{name}: expected a multiple of the {devices} devices, got {value}; pass "
                 f"{_round_up(value, devices)}, or another --devices"
             )
+    if (per_device := options.batch * options.sequence // devices) % options.chunks:
+        raise UsageError(
+            f"--chunks: expected a divisor of the {per_device} bytes of a device, got {options.chunks}; pass another, "
+            "or another --batch"
+        )
     if options.top_k > options.experts:
         raise UsageError(
             f"--top-k: expected at most the {options.experts} experts, got {options.top_k}; pass less, or "
@@ -115,7 +128,7 @@ def course(options: argparse.Namespace) -> dict[str, Any]:
     The text is not among them: `Text.fingerprint` says more than its path.
     """
     where = ("text", "platform", "devices", "out", "records", "checkpoint", "checkpoint_every", "resume")
-    free = (*where, "heldout_every", "compare_dense", "compare_ffn", "runs")
+    free = (*where, "heldout_every", "compare_dense", "compare_ffn", "compare_overlap", "runs", "overlap")
     return {name: value for name, value in vars(options).items() if name not in free}
 
 

@@ -3,7 +3,8 @@
 Without options: 8 CPU devices, an expert on each, and Python's own documentation
 as text, read as bytes; a few minutes on two cores. At the end the --out folder
 holds loss.png, expert_load.png, metrics.json and history.json.
-With --compare-dense also compare_dense.png; --compare-ffn writes compare_ffn.png alone.
+With --compare-dense also compare_dense.png; --compare-ffn writes compare_ffn.png
+alone, --compare-overlap a record alone.
 
 Defaults are in brackets.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import signal
 import statistics
 import sys
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import compare
 import jax
@@ -39,6 +42,7 @@ from training import TrainingConfig, heldout_loss, make_optimizer, make_train_st
 
 import jax_ep
 import jax_ep.flax
+from jax_ep.bench import timeline
 
 HELDOUT_BATCHES = 8
 INTERRUPTED = 130  # the exit status that shells give a program ended by Ctrl-C
@@ -68,6 +72,9 @@ def main(arguments: list[str] | None = None) -> int:
     if run.options.compare_ffn:
         compare_ffn(run)
         return 0
+    if run.options.compare_overlap:
+        compare_overlap(run)
+        return 0
     with ctrl_c() as asked:
         train(run, asked)
     if run.checkpoints:
@@ -94,20 +101,36 @@ def compare_dense(run: Run) -> int:
 
 def compare_ffn(run: Run) -> None:
     """Time steps of the model and of its twin with plain feed-forwards, in turn."""
-    split = NamedSharding(run.group.mesh, P("ep"))
-
-    def stepper(run: Run) -> Callable[[int], None]:
-        train_step = make_train_step(run.config)
-
-        def step(number: int) -> None:
-            windows = jax.device_put(run.text.batch(run.options.seed, number, run.options.batch), split)
-            jax.block_until_ready((train_step(run.model, run.optimizer, windows), nnx.state(run.model)))
-
-        return step
-
     twin = make_run(run.options, run.text, run.group, PlainFeedForward)
     seconds = compare.time_in_turn({"moe": stepper(run), "ffn": stepper(twin)}, run.options.runs)
     compare.conclude_ffn(run.options, run.group, seconds)
+
+
+def compare_overlap(run: Run) -> None:
+    """Time steps with exchanges beside compute and, of a twin, with exchanges of all tokens at once, in turn."""
+
+    def remade(**changes: Any) -> Run:
+        options = argparse.Namespace(**vars(run.options) | changes)
+        return make_run(options, run.text, run.group, jax_ep.flax.MoE)
+
+    beside, in_turn = stepper(remade(overlap=True)), stepper(remade(overlap=False, chunks=1))
+    seconds = compare.time_in_turn({"beside": beside, "in turn": in_turn}, run.options.runs)
+    timelines = [
+        timeline.take(name, functools.partial(step, 0)) for name, step in (("in turn", in_turn), ("beside", beside))
+    ]
+    compare.conclude_overlap(run.options, run.group, seconds, timelines)
+
+
+def stepper(run: Run) -> Callable[[int], None]:
+    """Does the training step of a number, and waits for its end."""
+    split = NamedSharding(run.group.mesh, P("ep"))
+    train_step = make_train_step(run.config)
+
+    def step(number: int) -> None:
+        windows = jax.device_put(run.text.batch(run.options.seed, number, run.options.batch), split)
+        jax.block_until_ready((train_step(run.model, run.optimizer, windows), nnx.state(run.model)))
+
+    return step
 
 
 def set_up(options: argparse.Namespace) -> Run:
@@ -157,6 +180,8 @@ def make_model(group: jax_ep.Group, options: argparse.Namespace, layer: Callable
         top_k=options.top_k,
         score=options.router,
         use_bias=options.router == "sigmoid",
+        chunks=options.chunks,
+        overlap=options.overlap,
     )
     sizes = ModelConfig(options.layers, options.hidden, options.heads, options.dtype)
     return LanguageModel(sizes, lambda rngs: layer(moe, group, rngs=rngs), rngs=nnx.Rngs(options.seed))

@@ -34,6 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     _add_throughput_options(throughput)
     throughput.set_defaults(run=_bench_throughput)
+    overlap = benchmarks.add_parser(
+        "overlap",
+        help="exchanges beside a matmul, on all local devices",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_overlap_options(overlap)
+    overlap.set_defaults(run=_bench_overlap)
     plot = benchmarks.add_parser(
         "plot",
         help="draw the times of records, and write them as a Markdown table",
@@ -98,6 +105,34 @@ def _bench_throughput(options: argparse.Namespace) -> int:
     if rate is not None:
         print(f"link: {rate:.1f} GB/s each way at once, by the copy engines")
     return _report("throughput", results, options.out, link_gigabytes_per_second=rate)
+
+
+def _add_overlap_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096], help="tokens of each rank")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--intermediate", type=int, default=2048, help="of the experts whose matmul runs beside it")
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--sms", type=int, nargs="+", default=[0, 8, 16, 32], help="SMs of a kernel; 0: by the formula")
+    parser.add_argument("--timelines", action=argparse.BooleanOptionalAction, default=True, help="by JAX's profiler")
+    parser.add_argument("--implementation", choices=("auto", "cuda", "reference"), default="auto")
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the record")
+
+
+def _bench_overlap(options: argparse.Namespace) -> int:
+    from jax_ep.bench import overlap, workload
+
+    plan = overlap.Plan(
+        sizes=[workload.Sizes(tokens, options.hidden, options.experts, options.top_k) for tokens in options.tokens],
+        intermediate=options.intermediate,
+        sms=options.sms,
+        implementation=options.implementation,
+        runs=options.runs,
+        with_timelines=options.timelines,
+    )
+    results, timelines = overlap.measure(plan)
+    return _report("overlap", results, options.out, timelines=timelines)
 
 
 def _bench_plot(options: argparse.Namespace) -> int:

@@ -22,6 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_ep.bench.timeline import Kernel, Timeline
+
 OPS = (
     "layout",
     "dispatch",
@@ -32,6 +34,9 @@ OPS = (
     "combine_done",
     "enqueue",
     "moe_step",
+    "matmul",
+    "dispatch+matmul",
+    "combine+matmul",
 )
 ROUTINGS = ("uniform", "zipf")
 _VERSIONS_OF = ("jax", "jaxlib", "numpy", "flax") + tuple(
@@ -44,7 +49,8 @@ class Result:
     """One operation, measured.
 
     Attributes:
-      op: one of `OPS`, or one of these with "_backward". "enqueue" is the host's time for dispatch and combine.
+      op: one of `OPS`, or one of these with "_backward". "enqueue" is the host's time for dispatch and combine; "+"
+        joins what runs at once or in turn, as the note says.
       implementation: "cuda", "reference", or a peer's name.
       ranks, tokens, hidden, top_k, num_experts: R, T a rank, H, K, E.
       dtype: of the tokens.
@@ -117,12 +123,13 @@ class Record:
     commit: str
     date: str
     results: tuple[Result, ...]
+    timelines: tuple[Timeline, ...] = ()
 
     @classmethod
-    def here(cls, results: Sequence[Result], **machine: Any) -> Record:
+    def here(cls, results: Sequence[Result], timelines: Sequence[Timeline] = (), **machine: Any) -> Record:
         """A record of results measured just now, on this machine; `machine` is what else was measured of it."""
         described = describe_machine() | {name: value for name, value in machine.items() if value is not None}
-        return cls(described, describe_versions(), describe_commit(), _now(), tuple(results))
+        return cls(described, describe_versions(), describe_commit(), _now(), tuple(results), tuple(timelines))
 
     def check(self) -> None:
         """ValueError if a part is missing or cannot be right."""
@@ -155,7 +162,11 @@ def read(path: Path) -> Record:
     fields = json.loads(path.read_text())
     try:
         results = tuple(Result(**result) for result in fields.pop("results"))
-        record = Record(**fields, results=results)
+        timelines = tuple(
+            Timeline(each["name"], tuple(Kernel(**kernel) for kernel in each["kernels"]))
+            for each in fields.pop("timelines", ())
+        )
+        record = Record(**fields, results=results, timelines=timelines)
     except (TypeError, KeyError) as error:
         raise ValueError(f"{path}: expected the fields of a benchmark record, got {error}") from None
     record.check()

@@ -1,0 +1,220 @@
+"""An exchange beside a matmul: each alone, one after the other, and at once by start and done."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_ep
+from jax_ep import bootstrap
+from jax_ep.bench import timeline
+from jax_ep.bench.record import Result
+from jax_ep.bench.timing import time_runs
+from jax_ep.bench.workload import AXIS, Sizes, Workload
+
+IN_A_CHAIN = 4  # calls of one program, each behind the one before
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+      sizes: of the exchange.
+      intermediate: F of the matmul: gated experts of so many hidden units on T · K rows.
+      sms: of the kernel between start and done; 0 leaves them to the group.
+      implementation: as `create_group` takes it.
+      runs: times that each median is of.
+      with_timelines: whether to take a profiler's timeline, too.
+    """
+
+    sizes: Sequence[Sizes]
+    intermediate: int = 2048
+    sms: Sequence[int] = (0,)
+    implementation: str = "auto"
+    runs: int = 15
+    with_timelines: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One to put beside a matmul: whole and in halves, of jax_ep; and a collective of XLA's in the same role."""
+
+    op: str
+    operands: tuple[Any, ...]
+    whole: Callable[..., jax.Array]
+    start: Callable[..., jax_ep.Pending]
+    done: Callable[[jax_ep.Pending], jax.Array]
+    peer_name: str
+    peer: Callable[[jax.Array], jax.Array]
+
+
+def measure(plan: Plan) -> tuple[list[Result], list[timeline.Timeline]]:
+    """All results, and timelines of the first of the sizes."""
+    results: list[Result] = []
+    timelines: list[timeline.Timeline] = []
+    for sizes in plan.sizes:
+        workload = Workload(sizes, 1)
+        with workload.group("expert", plan.implementation) as group:
+            matmul = make_matmul(workload, plan.intermediate)
+            results += measure_matmul(workload, plan, matmul)
+            for exchange in exchanges(workload, group):
+                results += measure_beside(workload, plan, exchange, matmul, group.implementation)
+                if plan.with_timelines and sizes == plan.sizes[0]:
+                    timelines += take_timelines(workload, plan, exchange, matmul)
+    return results, timelines
+
+
+def make_matmul(workload: Workload, intermediate: int) -> tuple[jax.Array, ...]:
+    """Operands of `experts`: each rank's own rows, [T · K, H], and weights."""
+    ranks, sizes = workload.ranks, workload.sizes
+    rows = sizes.tokens * sizes.top_k
+    shapes = ((rows, sizes.hidden), *((sizes.hidden, intermediate),) * 2, (intermediate, sizes.hidden))
+    make = workload.spread(
+        lambda seed: [jax.random.normal(jax.random.key(seed[0]), shape, jnp.bfloat16) * 0.02 for shape in shapes]
+    )
+    return tuple(make(jnp.arange(ranks)))
+
+
+def experts(rows: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """A gated network."""
+    return (jax.nn.silu(rows @ gate) * (rows @ up)) @ down
+
+
+def exchanges(workload: Workload, group: jax_ep.Group) -> Iterator[Exchange]:
+    """Dispatch and combine of expert-order rows by a handle at hand."""
+    handle = workload.spread(functools.partial(jax_ep.layout, group=group))(workload.index)
+    (x, *_) = workload.tokens
+    yield Exchange(
+        "dispatch",
+        (x, handle),
+        lambda x, handle, **sms: jax_ep.dispatch(x, handle=handle, **sms).x,
+        lambda x, handle, **sms: jax_ep.dispatch_start(x, handle=handle, **sms),
+        lambda pending: jax_ep.dispatch_done(pending).x,
+        "xla all_gather",
+        lambda x: jax.lax.all_gather(x, AXIS, tiled=True),
+    )
+    rows = workload.spread(lambda x, handle: jax_ep.dispatch(x, handle=handle).x)(x, handle)
+    yield Exchange(
+        "combine",
+        (rows, handle),
+        jax_ep.combine,
+        jax_ep.combine_start,
+        jax_ep.combine_done,
+        "xla psum_scatter",
+        lambda y: jax.lax.psum_scatter(y[: workload.ranks * workload.sizes.tokens], AXIS, tiled=True),
+    )
+
+
+# Timing ---------------------------------------------------------------------------------------------------------------
+
+
+def chained(workload: Workload, function: Callable[..., Any], calls: int = IN_A_CHAIN) -> Callable[..., Any]:
+    """A jitted program of several calls of a rank's function, each behind all of the one before."""
+
+    def chain(*operands: Any) -> list[jax.Array]:
+        ends = []
+        for _ in range(calls):
+            # Operands and results pass together, so the next call has to wait for all of these.
+            operands, out = jax.lax.optimization_barrier((operands, function(*operands)))
+            ends += [leaf.reshape(-1)[:1] for leaf in jax.tree.leaves(out)]
+        return ends
+
+    return workload.spread(chain)
+
+
+def time_chained(workload: Workload, function: Callable[..., Any], operands: Sequence[Any], runs: int) -> list[float]:
+    """Seconds a call; one time is the mean of a chain of calls, from its enqueueing to its end."""
+    program = chained(workload, function)
+    return [seconds / IN_A_CHAIN for seconds in time_runs(program, [tuple(operands)], runs=runs)]
+
+
+def measure_matmul(workload: Workload, plan: Plan, matmul: Sequence[jax.Array]) -> Iterator[Result]:
+    """The matmul alone, and while the copy engines of two devices copy both ways without a pause."""
+    shapes = f"gated experts of {plan.intermediate} on {workload.sizes.tokens * workload.sizes.top_k} rows a rank"
+    common = {"op": "matmul", "implementation": "xla", "row_order": "expert"}
+    yield workload.result(time_chained(workload, experts, matmul, plan.runs), **common, note=f"alone: {shapes}")
+    if bootstrap.link_bandwidth(jax.devices()) is None:
+        return
+    rates: list[float] = []
+    stop = threading.Event()
+
+    def copy() -> None:
+        while not stop.is_set():
+            rates.append(bootstrap.link_bandwidth(jax.devices()) or 0.0)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    seconds = time_chained(workload, experts, matmul, plan.runs)
+    stop.set()
+    thread.join()
+    rate = sorted(rates)[len(rates) // 2]
+    yield workload.result(seconds, **common, note=f"while copy engines copy at {rate:.0f} GB/s each way: {shapes}")
+
+
+def measure_beside(
+    workload: Workload, plan: Plan, exchange: Exchange, matmul: Sequence[jax.Array], implementation: str
+) -> Iterator[Result]:
+    """An exchange alone and with the matmul."""
+    n = len(exchange.operands)
+    both = f"{exchange.op}+matmul"
+    time = functools.partial(time_chained, workload, runs=plan.runs)
+    result = functools.partial(workload.result, row_order="expert")
+
+    def in_turn(*operands: Any) -> Any:
+        moved, rest = jax.lax.optimization_barrier((exchange.whole(*operands[:n]), operands[n:]))
+        return moved, experts(*rest)
+
+    ours = functools.partial(result, implementation=implementation)
+    yield ours(time(exchange.whole, exchange.operands), op=exchange.op, note="whole, alone")
+    yield ours(time(in_turn, (*exchange.operands, *matmul)), op=both, note="one after the other, the exchange whole")
+    for sms in plan.sms:
+        halves = {"num_sms": sms or None}
+        alone = time(_alone(exchange, sms), exchange.operands)
+        yield ours(alone, op=exchange.op, **halves, note="start and done, alone")
+        at_once = time(beside(exchange, sms), (*exchange.operands, *matmul))
+        yield ours(at_once, op=both, **halves, note="at once: the matmul between start and done")
+
+    def peer_at_once(operand: jax.Array, *rest: jax.Array) -> Any:
+        return exchange.peer(operand), experts(*rest)
+
+    theirs = functools.partial(result, implementation=exchange.peer_name)
+    operand = exchange.operands[0]
+    yield theirs(time(exchange.peer, (operand,)), op=exchange.op, note="alone; not the whole operation")
+    note = "as XLA schedules the two, which do not depend on each other; not the whole operation"
+    yield theirs(time(peer_at_once, (operand, *matmul)), op=both, note=note)
+
+
+def _alone(exchange: Exchange, sms: int) -> Callable[..., jax.Array]:
+    def start_and_done(*operands: Any) -> jax.Array:
+        return exchange.done(exchange.start(*operands, num_sms=sms or None))
+
+    return start_and_done
+
+
+def beside(exchange: Exchange, sms: int) -> Callable[..., Any]:
+    """The matmul between the start and the done of an exchange."""
+    n = len(exchange.operands)
+
+    def at_once(*operands: Any) -> Any:
+        pending = exchange.start(*operands[:n], num_sms=sms or None)
+        product, pending = jax_ep.beside(pending, experts, *operands[n:])
+        return exchange.done(pending), product
+
+    return at_once
+
+
+def take_timelines(
+    workload: Workload, plan: Plan, exchange: Exchange, matmul: Sequence[jax.Array]
+) -> Iterator[timeline.Timeline]:
+    """What ran when on one device, of two calls in a chain."""
+    for sms in plan.sms:
+        program = chained(workload, beside(exchange, sms), calls=2)
+        name = f"{exchange.op} beside the matmul, {f'{sms} SMs' if sms else 'SMs of the formula'}"
+        yield timeline.take(name, functools.partial(program, *exchange.operands, *matmul))
