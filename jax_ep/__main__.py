@@ -110,7 +110,9 @@ def _bench_throughput(options: argparse.Namespace) -> int:
 def _add_overlap_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096], help="tokens of each rank")
     parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--intermediate", type=int, default=2048, help="of the experts whose matmul runs beside it")
+    parser.add_argument(
+        "--intermediate", type=int, nargs="+", default=[2048], help="of the experts whose matmul runs beside it"
+    )
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--sms", type=int, nargs="+", default=[0, 8, 16, 32], help="SMs of a kernel; 0: by the formula")
@@ -125,7 +127,7 @@ def _bench_overlap(options: argparse.Namespace) -> int:
 
     plan = overlap.Plan(
         sizes=[workload.Sizes(tokens, options.hidden, options.experts, options.top_k) for tokens in options.tokens],
-        intermediate=options.intermediate,
+        intermediates=options.intermediate,
         sms=options.sms,
         implementation=options.implementation,
         runs=options.runs,

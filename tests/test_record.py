@@ -54,7 +54,7 @@ def test_what_is_written_is_read_again(tmp_path):
     path = written.write(tmp_path, "throughput")
     assert path.name == "throughput-cpu2-20261130T120000Z.json"
     assert record.read(path) == written
-    assert set(json.loads(path.read_text())) == {"machine", "versions", "commit", "date", "results"}
+    assert set(json.loads(path.read_text())) == {"machine", "versions", "commit", "date", "results", "timelines"}
     with pytest.raises(FileExistsError):
         written.write(tmp_path, "throughput")
 

@@ -27,15 +27,15 @@ class Plan:
 
     Attributes:
       sizes: of the exchange.
-      intermediate: F of the matmul: gated experts of so many hidden units on T · K rows.
+      intermediates: F of the matmul: gated experts of so many hidden units on T · K rows.
       sms: of the kernel between start and done; 0 leaves them to the group.
       implementation: as `create_group` takes it.
       runs: times that each median is of.
-      with_timelines: whether to take a profiler's timeline, too.
+      with_timelines: whether to take a profiler's timeline, too, of the first of the sizes and of the matmuls.
     """
 
     sizes: Sequence[Sizes]
-    intermediate: int = 2048
+    intermediates: Sequence[int] = (2048,)
     sms: Sequence[int] = (0,)
     implementation: str = "auto"
     runs: int = 15
@@ -56,18 +56,21 @@ class Exchange:
 
 
 def measure(plan: Plan) -> tuple[list[Result], list[timeline.Timeline]]:
-    """All results, and timelines of the first of the sizes."""
+    """All results, and the timelines."""
     results: list[Result] = []
     timelines: list[timeline.Timeline] = []
     for sizes in plan.sizes:
         workload = Workload(sizes, 1)
         with workload.group("expert", plan.implementation) as group:
-            matmul = make_matmul(workload, plan.intermediate)
-            results += measure_matmul(workload, plan, matmul)
             for exchange in exchanges(workload, group):
-                results += measure_beside(workload, plan, exchange, matmul, group.implementation)
-                if plan.with_timelines and sizes == plan.sizes[0]:
-                    timelines += take_timelines(workload, plan, exchange, matmul)
+                results += measure_alone(workload, plan, exchange, group.implementation)
+            for intermediate in plan.intermediates:
+                matmul = make_matmul(workload, intermediate)
+                results += measure_matmul(workload, plan, matmul)
+                for exchange in exchanges(workload, group):
+                    results += measure_beside(workload, plan, exchange, matmul, group.implementation)
+                    if plan.with_timelines and (sizes, intermediate) == (plan.sizes[0], plan.intermediates[0]):
+                        timelines += take_timelines(workload, plan, exchange, matmul)
     return results, timelines
 
 
@@ -135,10 +138,22 @@ def time_chained(workload: Workload, function: Callable[..., Any], operands: Seq
     return [seconds / IN_A_CHAIN for seconds in time_runs(program, [tuple(operands)], runs=runs)]
 
 
+def measure_alone(workload: Workload, plan: Plan, exchange: Exchange, implementation: str) -> Iterator[Result]:
+    """An exchange whole and in halves, and XLA's collective in its place, with nothing beside."""
+    time = functools.partial(time_chained, workload, runs=plan.runs)
+    result = functools.partial(workload.result, op=exchange.op, row_order="expert")
+    yield result(time(exchange.whole, exchange.operands), implementation=implementation, note="whole, alone")
+    for sms in plan.sms:
+        seconds = time(_alone(exchange, sms), exchange.operands)
+        yield result(seconds, implementation=implementation, num_sms=sms or None, note="start and done, alone")
+    seconds = time(exchange.peer, exchange.operands[:1])
+    yield result(seconds, implementation=exchange.peer_name, note="alone; not the whole operation")
+
+
 def measure_matmul(workload: Workload, plan: Plan, matmul: Sequence[jax.Array]) -> Iterator[Result]:
     """The matmul alone, and while the copy engines of two devices copy both ways without a pause."""
-    shapes = f"gated experts of {plan.intermediate} on {workload.sizes.tokens * workload.sizes.top_k} rows a rank"
     common = {"op": "matmul", "implementation": "xla", "row_order": "expert"}
+    shapes = describe(matmul)
     yield workload.result(time_chained(workload, experts, matmul, plan.runs), **common, note=f"alone: {shapes}")
     if bootstrap.link_bandwidth(jax.devices()) is None:
         return
@@ -158,37 +173,36 @@ def measure_matmul(workload: Workload, plan: Plan, matmul: Sequence[jax.Array]) 
     yield workload.result(seconds, **common, note=f"while copy engines copy at {rate:.0f} GB/s each way: {shapes}")
 
 
+def describe(matmul: Sequence[jax.Array]) -> str:
+    """What it multiplies."""
+    rows, gate, *_ = (each.addressable_shards[0].data.shape for each in matmul)
+    return f"gated experts of {gate[1]} on {rows[0]} rows a rank"
+
+
 def measure_beside(
     workload: Workload, plan: Plan, exchange: Exchange, matmul: Sequence[jax.Array], implementation: str
 ) -> Iterator[Result]:
-    """An exchange alone and with the matmul."""
-    n = len(exchange.operands)
-    both = f"{exchange.op}+matmul"
+    """An exchange with the matmul."""
+    n, shapes = len(exchange.operands), describe(matmul)
     time = functools.partial(time_chained, workload, runs=plan.runs)
-    result = functools.partial(workload.result, row_order="expert")
+    result = functools.partial(workload.result, op=f"{exchange.op}+matmul", row_order="expert")
 
     def in_turn(*operands: Any) -> Any:
         moved, rest = jax.lax.optimization_barrier((exchange.whole(*operands[:n]), operands[n:]))
         return moved, experts(*rest)
 
     ours = functools.partial(result, implementation=implementation)
-    yield ours(time(exchange.whole, exchange.operands), op=exchange.op, note="whole, alone")
-    yield ours(time(in_turn, (*exchange.operands, *matmul)), op=both, note="one after the other, the exchange whole")
+    yield ours(time(in_turn, (*exchange.operands, *matmul)), note=f"one after the other, the exchange whole: {shapes}")
     for sms in plan.sms:
-        halves = {"num_sms": sms or None}
-        alone = time(_alone(exchange, sms), exchange.operands)
-        yield ours(alone, op=exchange.op, **halves, note="start and done, alone")
-        at_once = time(beside(exchange, sms), (*exchange.operands, *matmul))
-        yield ours(at_once, op=both, **halves, note="at once: the matmul between start and done")
+        seconds = time(beside(exchange, sms), (*exchange.operands, *matmul))
+        yield ours(seconds, num_sms=sms or None, note=f"at once, the matmul between start and done: {shapes}")
 
     def peer_at_once(operand: jax.Array, *rest: jax.Array) -> Any:
         return exchange.peer(operand), experts(*rest)
 
-    theirs = functools.partial(result, implementation=exchange.peer_name)
-    operand = exchange.operands[0]
-    yield theirs(time(exchange.peer, (operand,)), op=exchange.op, note="alone; not the whole operation")
-    note = "as XLA schedules the two, which do not depend on each other; not the whole operation"
-    yield theirs(time(peer_at_once, (operand, *matmul)), op=both, note=note)
+    seconds = time(peer_at_once, (exchange.operands[0], *matmul))
+    note = f"as XLA schedules the two, which do not depend on each other; not the whole operation: {shapes}"
+    yield result(seconds, implementation=exchange.peer_name, note=note)
 
 
 def _alone(exchange: Exchange, sms: int) -> Callable[..., jax.Array]:
