@@ -525,11 +525,12 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
 constexpr int kSharedBytes = kCombineWarps * static_cast<int>(sizeof(WarpRing));
 
 template <typename T>
-cudaError_t Launch(const Peers& peers, const Call& call, const CombineArgs& args, int num_sms, cudaStream_t stream) {
+cudaError_t Launch(const Peers& peers, const Call& call, const CombineArgs& args, const Grid& grid,
+                   cudaStream_t stream) {
   // As many as keep the link busy, and no more than two thirds: the others' sums must keep up with those that come in.
   const int pushing_warps =
-      peers.layout.shape.ranks > 1 ? std::clamp((450 + num_sms / 2) / num_sms, 3, kCombineWarps * 2 / 3) : 0;
-  return LaunchTogether(Combine<T>, num_sms, kCombineThreads, kSharedBytes, stream, peers, call, args, pushing_warps);
+      peers.layout.shape.ranks > 1 ? std::clamp((450 + grid.num_sms / 2) / grid.num_sms, 3, kCombineWarps * 2 / 3) : 0;
+  return LaunchTogether(Combine<T>, grid, kCombineThreads, kSharedBytes, stream, peers, call, args, pushing_warps);
 }
 
 template <typename T>
@@ -544,15 +545,15 @@ cudaError_t Load() {
 
 int CombineSms(int device_sms) { return std::max(1, device_sms * 3 / 4); }
 
-cudaError_t LaunchCombine(const Peers& peers, const Call& call, const CombineArgs& args, int num_sms,
+cudaError_t LaunchCombine(const Peers& peers, const Call& call, const CombineArgs& args, const Grid& grid,
                           cudaStream_t stream) {
   switch (args.element) {
     case Element::kFloat32:
-      return Launch<float>(peers, call, args, num_sms, stream);
+      return Launch<float>(peers, call, args, grid, stream);
     case Element::kBFloat16:
-      return Launch<__nv_bfloat16>(peers, call, args, num_sms, stream);
+      return Launch<__nv_bfloat16>(peers, call, args, grid, stream);
     case Element::kFloat16:
-      return Launch<__half>(peers, call, args, num_sms, stream);
+      return Launch<__half>(peers, call, args, grid, stream);
     case Element::kFloat8:
       break;
   }

@@ -9,6 +9,7 @@
 #include "cuda/buffer_layout.h"
 #include "cuda/call.h"
 #include "cuda/element.h"
+#include "cuda/grid.h"
 #include "cuda/layout_rule.h"
 
 namespace jax_ep {
@@ -31,7 +32,7 @@ struct CombineArgs {
 // SMs that a combine takes of a device's where nobody says how many: docs/kernels.md.
 int CombineSms(int device_sms);
 
-cudaError_t LaunchCombine(const Peers& peers, const Call& call, const CombineArgs& args, int num_sms,
+cudaError_t LaunchCombine(const Peers& peers, const Call& call, const CombineArgs& args, const Grid& grid,
                           cudaStream_t stream);
 
 // Before the first launch: loading a kernel while another one waits for its peers could hang.

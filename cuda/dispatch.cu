@@ -620,7 +620,7 @@ int DispatchSms(const DispatchArgs& args, int device_sms) {
 
 int DispatchPieces(int64_t row_bytes) { return PiecesOf(static_cast<int>(row_bytes)); }
 
-cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchArgs& args, int num_sms,
+cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchArgs& args, const Grid& grid,
                            cudaStream_t stream) {
   const bool plain = args.from == args.wire && args.wire == args.to;
   if (args.y != nullptr && !(plain && args.order == RowOrder::kExpert)) return cudaErrorInvalidValue;
@@ -628,8 +628,8 @@ cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchA
   if (kernel == nullptr) return cudaErrorInvalidValue;
   const int table_bytes = 2 * (args.local_experts + 1) * static_cast<int>(sizeof(int32_t));
   const int threads = args.y != nullptr ? kGradientThreads : kDispatchThreads;
-  return LaunchTogether(kernel, num_sms, threads, table_bytes, stream, peers, call, args,
-                        PullingWarps(peers, args, num_sms, WorkersOf(threads)));
+  return LaunchTogether(kernel, grid, threads, table_bytes, stream, peers, call, args,
+                        PullingWarps(peers, args, grid.num_sms, WorkersOf(threads)));
 }
 
 cudaError_t LoadDispatchKernels() {

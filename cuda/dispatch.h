@@ -9,6 +9,7 @@
 #include "cuda/buffer_layout.h"
 #include "cuda/call.h"
 #include "cuda/element.h"
+#include "cuda/grid.h"
 #include "cuda/layout_rule.h"
 
 namespace jax_ep {
@@ -48,7 +49,7 @@ int DispatchSms(const DispatchArgs& args, int device_sms);
 // Pieces that a row of so many bytes is moved in.
 int DispatchPieces(int64_t row_bytes);
 
-cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchArgs& args, int num_sms,
+cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchArgs& args, const Grid& grid,
                            cudaStream_t stream);
 
 // Before the first launch: loading a kernel while another one waits for its peers could hang.

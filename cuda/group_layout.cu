@@ -323,7 +323,7 @@ cudaError_t LaunchGroupLayout(const Peers& peers, const Call& call, const GroupL
   if (args.order == RowOrder::kRank) {
     const int bytes = (shape.local_experts + kThreads) * kWordBytes;
     const int room = RoomFor((shape.pairs() + blocks - 1) / blocks * shape.top_k, bytes);
-    return LaunchTogether(LayOutByRank, blocks, kThreads, bytes + room * static_cast<int>(sizeof(Key)), stream, peers,
+    return LaunchTogether(LayOutByRank, {blocks}, kThreads, bytes + room * static_cast<int>(sizeof(Key)), stream, peers,
                           call, args, room);
   }
   // Four words an expert, and one for each warp: fewer warps where there are many experts.
@@ -331,7 +331,7 @@ cudaError_t LaunchGroupLayout(const Peers& peers, const Call& call, const GroupL
   while (warps > 1 && (4 + warps) * shape.local_experts * kWordBytes > kSharedBytes) warps /= 2;
   const int bytes = (4 + warps) * shape.local_experts * kWordBytes;
   const int room = RoomFor((shape.picks() + blocks - 1) / blocks, bytes);
-  return LaunchTogether(LayOutByExpert, blocks, kThreads, bytes + room * static_cast<int>(sizeof(Key)), stream, peers,
+  return LaunchTogether(LayOutByExpert, {blocks}, kThreads, bytes + room * static_cast<int>(sizeof(Key)), stream, peers,
                         call, args, warps, room);
 }
 

@@ -138,8 +138,9 @@ def close_group(serial: int) -> None:
     _native.require().release_group(serial)
 
 
-def link_bandwidth(devices: Sequence[Any]) -> float | None:
-    """GB/s each way at once that the copy engines reach between neighbours of these devices, of the fastest pair.
+def link_bandwidth(devices: Sequence[Any], copies: int = _COPIES) -> float | None:
+    """GB/s each way at once that the copy engines reach between neighbours of these devices, of the fastest pair,
+    by the median of so many copies.
 
     None where it cannot be measured: fewer than two devices, none that are GPUs of this process, no compiled kernels,
     or devices that do not reach each other. Both devices of a pair should be idle, with 1 GB of memory free.
@@ -153,7 +154,7 @@ def link_bandwidth(devices: Sequence[Any]) -> float | None:
     pairs = list(zip(ordinals, ordinals[1:], strict=False))
     if not all(module.can_reach(a, b) and module.can_reach(b, a) for a, b in pairs):
         return None
-    return max(module.link_bandwidth(a, b, _COPY_BYTES, _COPIES) for a, b in pairs)
+    return max(module.link_bandwidth(a, b, _COPY_BYTES, copies) for a, b in pairs)
 
 
 def fingerprint(config: GroupConfig, axes: tuple[str, ...]) -> int:

@@ -35,10 +35,10 @@ struct GroupCall {
   int num_sms;  // 0 if nobody says
   RowOrder order;
 
-  // SMs, of which an operation by itself would take `whole`.
-  int Sms(Where where, int whole) const {
-    if (num_sms > 0) return num_sms;
-    return where == Where::kSide ? StartSms(rank.device_sms) : whole;
+  // For an operation that by itself would take `whole` SMs.
+  Grid GridFor(Where where, int whole) const {
+    const bool beside = where == Where::kSide;
+    return {num_sms > 0 ? num_sms : beside ? StartSms(rank.device_sms) : whole, beside};
   }
 };
 
@@ -200,9 +200,9 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
   }
   // What is quantised on the way has to be staged: then the driver need not be asked.
   args.lends = args.from == args.wire && PeersCanRead(group->rank, {args.x, args.scales, args.weights});
-  const int sms = group->Sms(kWhere, DispatchSms(args, group->rank.device_sms));
+  const Grid grid = group->GridFor(kWhere, DispatchSms(args, group->rank.device_sms));
   return LaunchOn(kWhere, *group, stream, args.rows,
-                  [&](cudaStream_t on) { return LaunchDispatch(group->rank.peers, group->call, args, sms, on); });
+                  [&](cudaStream_t on) { return LaunchDispatch(group->rank.peers, group->call, args, grid, on); });
 }
 
 template <Where kWhere>
@@ -249,9 +249,9 @@ ffi::Error CombineImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint,
   args.slots = slots.typed_data();
   args.out = out->untyped_data();
   args.pick_words = static_cast<uint32_t*>(pick_words->untyped_data());
-  const int sms = group->Sms(kWhere, CombineSms(group->rank.device_sms));
+  const Grid grid = group->GridFor(kWhere, CombineSms(group->rank.device_sms));
   return LaunchOn(kWhere, *group, stream, args.out,
-                  [&](cudaStream_t on) { return LaunchCombine(group->rank.peers, group->call, args, sms, on); });
+                  [&](cudaStream_t on) { return LaunchCombine(group->rank.peers, group->call, args, grid, on); });
 }
 
 // Of what a start writes, the first `results` operands, which are the results, too; the others were its operands and

@@ -72,7 +72,11 @@ bool CanReach(int device, int peer) {
 
 double LinkBandwidth(int device, int peer, int64_t bytes, int repeats) {
   std::string problem;
-  const double rate = CopyGigabytesPerSecond(device, peer, bytes, repeats, &problem);
+  double rate = 0;
+  {
+    nb::gil_scoped_release others_may_run;
+    rate = CopyGigabytesPerSecond(device, peer, bytes, repeats, &problem);
+  }
   Require(problem);
   return rate;
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ from jax_ep.bench.record import Result
 from jax_ep.bench.timing import time_runs
 from jax_ep.bench.workload import AXIS, Sizes, Workload
 
-IN_A_CHAIN = 4  # calls of one program, each behind the one before
+IN_A_CHAIN = 8  # calls of one program, each behind the one before
+PROGRAMS = 3  # one behind the other, of which one time is the mean
+COPIES = 4000  # by the copy engines, beside the matmul: some three seconds of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,20 +136,24 @@ def chained(workload: Workload, function: Callable[..., Any], calls: int = IN_A_
 
 
 def time_chained(workload: Workload, function: Callable[..., Any], operands: Sequence[Any], runs: int) -> list[float]:
-    """Seconds a call; one time is the mean of a chain of calls, from its enqueueing to its end."""
+    """Seconds a call; one time is the mean of chains of calls, from when the first is enqueued to their end."""
     program = chained(workload, function)
-    return [seconds / IN_A_CHAIN for seconds in time_runs(program, [tuple(operands)], runs=runs)]
+
+    def programs(*operands: Any) -> Any:
+        return [program(*operands) for _ in range(PROGRAMS)]
+
+    return [seconds / (PROGRAMS * IN_A_CHAIN) for seconds in time_runs(programs, [tuple(operands)], runs=runs)]
 
 
 def measure_alone(workload: Workload, plan: Plan, exchange: Exchange, implementation: str) -> Iterator[Result]:
     """An exchange whole and in halves, and XLA's collective in its place, with nothing beside."""
-    time = functools.partial(time_chained, workload, runs=plan.runs)
+    timed = functools.partial(time_chained, workload, runs=plan.runs)
     result = functools.partial(workload.result, op=exchange.op, row_order="expert")
-    yield result(time(exchange.whole, exchange.operands), implementation=implementation, note="whole, alone")
+    yield result(timed(exchange.whole, exchange.operands), implementation=implementation, note="whole, alone")
     for sms in plan.sms:
-        seconds = time(_alone(exchange, sms), exchange.operands)
+        seconds = timed(_alone(exchange, sms), exchange.operands)
         yield result(seconds, implementation=implementation, num_sms=sms or None, note="start and done, alone")
-    seconds = time(exchange.peer, exchange.operands[:1])
+    seconds = timed(exchange.peer, exchange.operands[:1])
     yield result(seconds, implementation=exchange.peer_name, note="alone; not the whole operation")
 
 
@@ -157,20 +164,14 @@ def measure_matmul(workload: Workload, plan: Plan, matmul: Sequence[jax.Array]) 
     yield workload.result(time_chained(workload, experts, matmul, plan.runs), **common, note=f"alone: {shapes}")
     if bootstrap.link_bandwidth(jax.devices()) is None:
         return
-    rates: list[float] = []
-    stop = threading.Event()
-
-    def copy() -> None:
-        while not stop.is_set():
-            rates.append(bootstrap.link_bandwidth(jax.devices()) or 0.0)
-
-    thread = threading.Thread(target=copy)
-    thread.start()
-    seconds = time_chained(workload, experts, matmul, plan.runs)
-    stop.set()
-    thread.join()
-    rate = sorted(rates)[len(rates) // 2]
-    yield workload.result(seconds, **common, note=f"while copy engines copy at {rate:.0f} GB/s each way: {shapes}")
+    with ThreadPoolExecutor(1) as pool:
+        rate = pool.submit(bootstrap.link_bandwidth, jax.devices(), COPIES)
+        time.sleep(0.3)  # until memory is allocated and the copies are under way
+        seconds = time_chained(workload, experts, matmul, plan.runs)
+        if rate.done():
+            raise RuntimeError("bench overlap: expected copies that take longer than the matmuls, got shorter ones")
+    note = f"while copy engines copy at {rate.result():.0f} GB/s each way: {shapes}"
+    yield workload.result(seconds, **common, note=note)
 
 
 def describe(matmul: Sequence[jax.Array]) -> str:
@@ -184,7 +185,7 @@ def measure_beside(
 ) -> Iterator[Result]:
     """An exchange with the matmul."""
     n, shapes = len(exchange.operands), describe(matmul)
-    time = functools.partial(time_chained, workload, runs=plan.runs)
+    timed = functools.partial(time_chained, workload, runs=plan.runs)
     result = functools.partial(workload.result, op=f"{exchange.op}+matmul", row_order="expert")
 
     def in_turn(*operands: Any) -> Any:
@@ -192,15 +193,15 @@ def measure_beside(
         return moved, experts(*rest)
 
     ours = functools.partial(result, implementation=implementation)
-    yield ours(time(in_turn, (*exchange.operands, *matmul)), note=f"one after the other, the exchange whole: {shapes}")
+    yield ours(timed(in_turn, (*exchange.operands, *matmul)), note=f"one after the other, the exchange whole: {shapes}")
     for sms in plan.sms:
-        seconds = time(beside(exchange, sms), (*exchange.operands, *matmul))
+        seconds = timed(beside(exchange, sms), (*exchange.operands, *matmul))
         yield ours(seconds, num_sms=sms or None, note=f"at once, the matmul between start and done: {shapes}")
 
     def peer_at_once(operand: jax.Array, *rest: jax.Array) -> Any:
         return exchange.peer(operand), experts(*rest)
 
-    seconds = time(peer_at_once, (exchange.operands[0], *matmul))
+    seconds = timed(peer_at_once, (exchange.operands[0], *matmul))
     note = f"as XLA schedules the two, which do not depend on each other; not the whole operation: {shapes}"
     yield result(seconds, implementation=exchange.peer_name, note=note)
 

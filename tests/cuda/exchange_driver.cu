@@ -655,7 +655,8 @@ class DispatchOperation : public Operation {
     args.y_weights = arrays.y_weights.data<float>();
     args.dots = arrays.dots.data<float>();
     args.lends = (call.tag + rank) % 2 == 0;  // each rank for itself: peers find it either way
-    const cudaError_t error = LaunchDispatch(group_.of_rank[rank], call, args, num_sms_, group_.stream[rank]);
+    const cudaError_t error =
+        LaunchDispatch(group_.of_rank[rank], call, args, {num_sms_, num_sms_ % 4 == 0}, group_.stream[rank]);
     if (error != cudaSuccess) return error;
     // Peers may have been lent these: a dispatch does not end before they have read them.
     const DeviceBytes& x = arrays.x;
@@ -863,7 +864,7 @@ class CombineOperation : public Operation {
     args.slots = layout_.slots(rank);
     args.out = arrays.out.data();
     args.pick_words = arrays.pick_words.data<uint32_t>();
-    return LaunchCombine(group_.of_rank[rank], call, args, num_sms_, group_.stream[rank]);
+    return LaunchCombine(group_.of_rank[rank], call, args, {num_sms_, num_sms_ % 4 == 0}, group_.stream[rank]);
   }
 
   void Verify(Report* report) const override {
@@ -958,7 +959,7 @@ bool RanksMeet(const Group& group, int devices) {
   WaitForAll(devices);
   for (int rank = 0; rank < ranks; ++rank) {
     Check(cudaSetDevice(group.device[rank]), "cudaSetDevice");
-    Check(LaunchTogether(Meet, 1, 1, 0, group.stream[rank], here.data<int>(), rank, ranks, met.data<int>()),
+    Check(LaunchTogether(Meet, {1}, 1, 0, group.stream[rank], here.data<int>(), rank, ranks, met.data<int>()),
           "launch of Meet");
   }
   WaitForAll(devices);

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/grid.h"
+
 namespace jax_ep {
 
 template <typename T>
@@ -20,9 +22,9 @@ cudaError_t LaunchKernel(void (*kernel)(Parameters...), int blocks, int threads,
 }
 
 template <typename... Parameters>
-cudaError_t LaunchTogether(void (*kernel)(Parameters...), int blocks, int threads, int shared_bytes,
+cudaError_t LaunchTogether(void (*kernel)(Parameters...), const Grid& grid, int threads, int shared_bytes,
                            cudaStream_t stream, typename AsIs<Parameters>::Type... arguments) {
-  return LaunchKernel(kernel, blocks, threads, shared_bytes, stream, arguments...);
+  return LaunchKernel(kernel, grid.num_sms, threads, shared_bytes, stream, arguments...);
 }
 
 }  // namespace jax_ep
