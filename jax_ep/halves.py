@@ -11,7 +11,7 @@ the two in the backward pass, too; and what start gives must reach one done and 
 | dispatch | x [T, H], weights [T, K] or none | | rows [C, H], weights of rows or none | combine |
 | fp8 | x, its scales or none, weights or none | | rows, their scales or none, weights or none | of its tangent |
 | combine | rows [C, H], words of rows or none | | tokens [T, H], words of picks or none | dispatch |
-| weighted | rows y, weights [C, P] | weights [C] | tokens | of its tangent |
+| weighted | rows y, weights [C, P] | y, weights [C] | tokens | of its tangent |
 | tangent | tangents of y and of weights [C, P] | y, weights [C] | tangent of tokens | gradient |
 | gradient | cotangent of tokens | y, weights [C] | cotangents of y and of weights [C, P] | |
 
@@ -36,6 +36,7 @@ from jax_ep.call import Call
 from jax_ep.guard import refuse_vmap
 from jax_ep.layout import HANDLE_ARRAYS, Handle
 from jax_ep.quantize import ScaleFormat, num_blocks
+from jax_ep.tie import recompute
 
 Kind = Literal["dispatch", "fp8", "combine", "weighted", "tangent", "gradient"]
 Arrays = Sequence[jax.Array]
@@ -67,7 +68,7 @@ class Exchange:
 
     @property
     def num_others(self) -> int:
-        return {"weighted": 1, "tangent": 2, "gradient": 2}.get(self.kind, 0)
+        return 2 if self.kind in ("weighted", "tangent", "gradient") else 0
 
     def mirrored(self) -> Exchange:
         """The exchange back, which the transposes make."""
@@ -123,7 +124,7 @@ def start_weighted_combine(handle: Handle, y: jax.Array, weights: jax.Array, cal
     """Of rows y [C, H] times their weights [C] float32; bilinear."""
     pieces = _pieces(handle, y)
     repeated = jnp.broadcast_to(weights[:, None], (weights.shape[0], pieces))
-    return start("weighted", handle, (y, repeated), call, (weights,))
+    return start("weighted", handle, (y, repeated), call, (y, weights))
 
 
 # What they do ---------------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def _whole(exchange: Exchange, handle: Handle, operands: Arrays, others: Arrays)
         case "combine":
             results = primitives.receive(handle, given[0], None, given[1], call)
         case "weighted":
-            results = primitives.receive(handle, given[0], others[0], None, call)
+            results = primitives.receive(handle, *others, None, call)
         case "tangent":
             (ty, tweights), (y, weights) = given, others
             results = (primitives.weighted_combine_tangent(handle, ty, tweights[:, 0], y, weights, call),)
@@ -170,10 +171,9 @@ def _begin(exchange: Exchange, handle: Handle, operands: Arrays, others: Arrays)
         case "combine":
             results = kernels.combine(handle, given[0], None, given[1], call, target=kernels.COMBINE_START)
         case "weighted":
-            results = kernels.combine(handle, given[0], others[0], None, call, target=kernels.COMBINE_START)
+            results = kernels.combine(handle, *others, None, call, target=kernels.COMBINE_START)
         case "gradient":
-            y, weights = others
-            results = kernels.gradient(handle, given[0], y, weights, call, kernels.DISPATCH_START)
+            results = kernels.gradient(handle, given[0], *others, call, kernels.DISPATCH_START)
     return [result for result in results if result is not None]
 
 
@@ -275,9 +275,8 @@ def _start_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, exchange: Exc
             return outs, _start_p.bind(*_real(tangents[:n]), *arrays, exchange=_tangent_of(exchange))
         case "fp8":  # the tangent of the weights waits for done: nothing but it has one
             return outs, [*tangents[:n], *_zeros(outs[n:])]
-        case "weighted":  # the tangent of the weights that are not repeated is that of the repeated ones
-            y, others = primals[0], primals[n : n + m]
-            return outs, _start_p.bind(*_real(tangents[:n]), y, *others, *arrays, exchange=_tangent_of(exchange))
+        case "weighted":  # the others' tangents are in those of the operands
+            return outs, _start_p.bind(*_real(tangents[:n]), *primals[n:], exchange=_tangent_of(exchange))
         case _:  # Derivatives of second order are complete when start has given them.
             floats, dots = tuple(primals[: n + m]), tuple(_real(tangents[: n + m]))
 
@@ -304,8 +303,7 @@ def _done_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, exchange: Exch
             handle = exchange.handle_of(primals)
             return outs, [*_zeros(outs[:-1]), primitives.dispatch(handle, None, tweights, exchange.call)[1]]
         case "weighted":
-            y, others = primals[0], primals[end : end + m]
-            return outs, _done_p.bind(*_real(halves), y, *others, *arrays, exchange=_tangent_of(exchange))
+            return outs, _done_p.bind(*_real(halves), *primals[end:], exchange=_tangent_of(exchange))
         case _:
             return outs, list(halves[n:])
 
@@ -352,5 +350,6 @@ for _primitive, _function, _abstract in ((_start_p, _start, _types), (_done_p, _
     # Outside of jit each primitive is a program of its own, which nothing can be under way between.
     _primitive.def_impl(jax.jit(functools.partial(_function, at_once=True), static_argnames=("exchange",)))
     batching.primitive_batchers[_primitive] = lambda args, dims, **static: refuse_vmap("start and done", dims)
+recompute(_start_p)
 ad.primitive_jvps[_start_p], ad.primitive_jvps[_done_p] = _start_jvp, _done_jvp
 ad.primitive_transposes[_start_p], ad.primitive_transposes[_done_p] = _start_transpose, _done_transpose

@@ -13,6 +13,7 @@ from jax_ep.config import RowOrder
 from jax_ep.group import Group
 from jax_ep.layout import Handle
 from jax_ep.ops import Rows, Sending, Wire, prepare_combine, prepare_dispatch
+from jax_ep.tie import tie
 
 Out = TypeVar("Out")
 
@@ -184,8 +185,8 @@ def beside(pending: Pending | Sequence[Pending], function: Callable[..., Out], *
     if not several:
         return function(*operands), ()
     halfways = [each._take("beside") for each in several]
-    arrays, operands = jax.lax.optimization_barrier(([halfway.arrays for halfway in halfways], operands))
-    arrays, out = jax.lax.optimization_barrier((arrays, function(*operands)))
+    arrays, operands = tie(([halfway.arrays for halfway in halfways], operands))
+    arrays, out = tie((arrays, function(*operands)))
     on = tuple(
         Pending(each._what, dataclasses.replace(halfway, arrays=of_it), each._sending)
         for each, halfway, of_it in zip(several, halfways, arrays, strict=True)
@@ -196,7 +197,7 @@ def beside(pending: Pending | Sequence[Pending], function: Callable[..., Out], *
 def _finish(by: str, what: str, pending: Pending, after: Any) -> list[jax.Array]:
     halfway = _check(by, what, pending)._take(by)
     if after is not None:
-        arrays, _ = jax.lax.optimization_barrier((halfway.arrays, jax.lax.stop_gradient(after)))
+        arrays, _ = tie((halfway.arrays, jax.lax.stop_gradient(after)))
         halfway = dataclasses.replace(halfway, arrays=arrays)
     return halves.done(halfway)
 
