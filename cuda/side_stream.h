@@ -12,9 +12,6 @@
 
 namespace jax_ep {
 
-// SMs that an operation between start and done takes of a device's where nobody says how many: docs/kernels.md.
-inline int StartSms(int device_sms) { return device_sms < 8 ? 1 : device_sms / 8; }
-
 class SideStream {
  public:
   // Exchanges of one group between their start and their done.

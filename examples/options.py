@@ -39,6 +39,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     _whole(model, "--heads", 4, "of attention")
     _whole(model, "--chunks", 1, "pieces of a device's bytes, each exchanged by itself; room is per piece")
     model.add_argument("--overlap", action="store_true", help="exchanges run beside the experts of other pieces")
+    _choice(model, "--grouped-matmul", ("ragged", "tiled"), "tiled is for small experts on GPUs: see tiled.py")
     _choice(model, "--dtype", ("float32", "bfloat16"), "to compute in; weights are float32")
 
     training = parser.add_argument_group("training")

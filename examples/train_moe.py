@@ -37,6 +37,7 @@ from jax.sharding import PartitionSpec as P
 from model import FeedForward, LanguageModel, ModelConfig
 from options import UsageError
 from text import Text, load
+from tiled import TILE, tiled_matmul
 from tqdm import tqdm
 from training import TrainingConfig, heldout_loss, make_optimizer, make_train_step, place
 
@@ -156,6 +157,7 @@ def set_up(options: argparse.Namespace) -> Run:
         top_k=options.top_k,
         dtype=options.dtype,
         capacity_factor=options.capacity_factor,
+        alignment=TILE if options.grouped_matmul == "tiled" else 1,
     )
     run = make_run(options, text, group, jax_ep.flax.MoE)
     history = checkpoints.restore(run.model, run.optimizer) if checkpoints and options.resume else History()
@@ -172,6 +174,12 @@ def make_run(options: argparse.Namespace, text: Text, group: jax_ep.Group, layer
     return Run(options, text, group, config, model, optimizer, History(), None)
 
 
+def make_layer(layer: Callable[..., FeedForward], options: argparse.Namespace) -> Callable[..., FeedForward]:
+    """`layer` with the grouped matmul that was asked for."""
+    tiled = options.grouped_matmul == "tiled" and issubclass(layer, jax_ep.flax.MoE)  # type: ignore[arg-type]
+    return functools.partial(layer, matmul=tiled_matmul) if tiled else layer
+
+
 def make_model(group: jax_ep.Group, options: argparse.Namespace, layer: Callable[..., FeedForward]) -> LanguageModel:
     moe = jax_ep.MoEConfig(
         hidden=options.hidden,
@@ -183,6 +191,7 @@ def make_model(group: jax_ep.Group, options: argparse.Namespace, layer: Callable
         chunks=options.chunks,
         overlap=options.overlap,
     )
+    layer = make_layer(layer, options)
     sizes = ModelConfig(options.layers, options.hidden, options.heads, options.dtype)
     return LanguageModel(sizes, lambda rngs: layer(moe, group, rngs=rngs), rngs=nnx.Rngs(options.seed))
 

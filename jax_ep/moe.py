@@ -332,26 +332,36 @@ def _exchange_beside(
     config: MoEConfig,
     group: Group,
 ) -> Exchanged:
-    """As `_exchange`, with exchanges beside compute: chunk n's experts while chunk n + 1 comes and n - 1 leaves."""
-    starts = [
-        functools.partial(pending.dispatch_start, *chunk, group=group, wire=config.wire)
-        for chunk in _chunks(routed, config)
-    ]
-    coming, of_shared = starts[0](), None
-    if shared is not None:
+    """As `_exchange`, with exchanges beside compute: chunk n's experts while chunk n + 1 comes and n - 1 leaves.
+
+    What would run beside nothing is made whole, with all the SMs that it wants: without shared experts the first
+    dispatch, and the last combine.
+    """
+    first, *others = _chunks(routed, config)
+    dispatch = functools.partial(ops.dispatch, group=group, wire=config.wire)
+    start = functools.partial(pending.dispatch_start, group=group, wire=config.wire)
+    of_shared = None
+    if shared is None:
+        rows = dispatch(*first)
+    else:
+        coming = start(*first)
         of_shared, coming = pending.beside(coming, shared, for_shared)
-    outs: list[jax.Array] = []
-    handles: list[Handle] = []
-    leaving: list[pending.Pending] = []
-    for n in range(config.chunks):
         rows = pending.dispatch_done(coming)
-        under_way = leaving + [start() for start in starts[n + 1 : n + 2]]
-        y, under_way = pending.beside(under_way, experts, _weighted_before(rows, config), rows.group_sizes)
-        outs += [pending.combine_done(each) for each in under_way[: len(leaving)]]
-        coming = under_way[-1] if n + 1 < config.chunks else coming
+    outs: list[jax.Array] = []
+    handles = [rows.handle]
+    leaving: list[pending.Pending] = []
+    for chunk in others:
+        # Behind the rows of the chunk before: XLA might start it first, and let those wait for it.
+        chunk, _ = jax.lax.optimization_barrier((chunk, jax.lax.stop_gradient(rows.x)))
+        under_way = [*leaving, start(*chunk)]
+        y, (*left, came) = pending.beside(under_way, experts, _weighted_before(rows, config), rows.group_sizes)
+        outs += [pending.combine_done(each) for each in left]
         leaving = [pending.combine_start(y, rows.handle, _weights_after(rows, config))]
+        rows = pending.dispatch_done(came)
         handles.append(rows.handle)
+    y, leaving = pending.beside(leaving, experts, _weighted_before(rows, config), rows.group_sizes)
     outs += [pending.combine_done(each) for each in leaving]
+    outs.append(ops.combine(y, rows.handle, _weights_after(rows, config)))
     return jnp.concatenate(outs), of_shared, *_refused(handles)
 
 

@@ -20,13 +20,14 @@ sys.path.insert(0, str(EXAMPLES))  # as Python does when it runs the script
 import compare  # noqa: E402
 import feed_forwards  # noqa: E402
 import text as text_module  # noqa: E402
+import tiled  # noqa: E402
 import train_moe  # noqa: E402
 import world  # noqa: E402
 from checkpoint import History  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import jax_ep  # noqa: E402
-from jax_ep.bench import record  # noqa: E402
+from jax_ep.bench import record, timeline  # noqa: E402
 
 SMALL = "--layers 1 --hidden 32 --intermediate 32 --heads 2 --sequence 32 --batch 8".split()
 # The sigmoid router has all there is to restore: weights, optimiser, and the bias that no optimiser keeps.
@@ -130,6 +131,7 @@ def refusal(main, capsys: pytest.CaptureFixture[str], *arguments: object) -> str
     [
         ("--experts 12", "--experts: expected a multiple of the 8 devices, got 12; pass 16"),
         ("--devices 3 --batch 16", "--batch: expected a multiple of the 3 devices, got 16; pass 18"),
+        ("--chunks 3", "--chunks: expected a divisor of the 256 bytes of a device, got 3; pass another"),
         ("--top-k 9", "--top-k: expected at most the 8 experts, got 9"),
         ("--hidden 100", "--hidden: expected a multiple of twice the 4 heads, got 100; pass 104"),
         ("--devices 9", "--devices: expected at most the 8 that XLA_FLAGS asks for, got 9"),
@@ -366,6 +368,48 @@ def test_compare_ffn(main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "64 wide" in results[1].note
     assert (tmp_path / "compare_ffn.png").read_bytes().startswith(PNG)
     assert not (tmp_path / "metrics.json").exists()
+
+
+def test_compare_overlap(main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_EP_COMMIT", 40 * "0")
+    arguments = [*SMALL, "--compare-overlap", "--chunks", "4", "--runs", "3", "--records", str(tmp_path / "records")]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    (path,) = (tmp_path / "records").glob("moe_step-*.json")
+    in_turn, beside = (written := record.read(path)).results
+    assert (
+        (in_turn.op, in_turn.ranks, in_turn.tokens) == (beside.op, beside.ranks, beside.tokens) == ("moe_step", 8, 32)
+    )
+    assert in_turn.note.startswith("exchanges in turn with compute; experts 32 wide, capacity factor 1.25")
+    assert beside.note.startswith("exchanges beside compute, 4 chunks; experts 32 wide")
+    assert [each.name for each in written.timelines] == ["in turn", "beside"]
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def test_the_share_of_exchanges_is_of_the_time_that_the_gpu_is_busy() -> None:
+    kernels = [("nvjet", 30.0), ("void jax_ep::Dispatch<>", 8.0), ("jax_ep::LayOutByExpert", 2.0)]
+    line = timeline.Timeline("step", tuple(timeline.Kernel(name, 7, 0.0, us) for name, us in kernels))
+    assert compare._share_of_exchanges(line) == 10 / 40
+    assert compare._share_of_exchanges(timeline.Timeline("step", ())) is None
+
+
+def test_a_tiled_matmul_is_the_product_with_the_weights_of_each_rows_group() -> None:
+    rng, sizes = np.random.default_rng(0), np.array([256, 0, 128, 384], np.int32)
+    rows, weights = rng.standard_normal((1024, 16), np.float32), rng.standard_normal((4, 16, 8), np.float32)
+    cotangent = rng.standard_normal((1024, 8), np.float32)
+    cotangent[sizes.sum() :] = 0  # nobody reads these rows
+
+    def scalar(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        return (tiled.tiled_matmul(rows, weights, sizes) * cotangent).sum()
+
+    of_row = np.repeat(np.arange(4), sizes)
+    used, ct = rows[: sizes.sum()].astype(np.float64), cotangent[: sizes.sum()]
+    close = {"rtol": 1e-5, "atol": 1e-4}
+    product = tiled.tiled_matmul(jax.numpy.asarray(rows), weights, sizes)[: sizes.sum()]
+    np.testing.assert_allclose(product, np.einsum("ca,cab->cb", used, weights[of_row]), **close)
+    of_rows, of_weights = jax.grad(scalar, (0, 1))(rows, weights)
+    np.testing.assert_allclose(of_rows[: sizes.sum()], np.einsum("cb,cab->ca", ct, weights[of_row]), **close)
+    for group in range(4):
+        np.testing.assert_allclose(of_weights[group], used[of_row == group].T @ ct[of_row == group], **close)
 
 
 def test_steps_take_turns() -> None:

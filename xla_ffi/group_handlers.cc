@@ -35,11 +35,8 @@ struct GroupCall {
   int num_sms;  // 0 if nobody says
   RowOrder order;
 
-  // For an operation that by itself would take `whole` SMs.
-  Grid GridFor(Where where, int whole) const {
-    const bool beside = where == Where::kSide;
-    return {num_sms > 0 ? num_sms : beside ? StartSms(rank.device_sms) : whole, beside};
-  }
+  // For an operation that would take these, where nobody says how many SMs.
+  Grid GridOf(const Grid& wanted) const { return num_sms > 0 ? Grid{num_sms, wanted.in_pairs} : wanted; }
 };
 
 // Launches by launch(stream) what writes to `result`.
@@ -200,7 +197,10 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
   }
   // What is quantised on the way has to be staged: then the driver need not be asked.
   args.lends = args.from == args.wire && PeersCanRead(group->rank, {args.x, args.scales, args.weights});
-  const Grid grid = group->GridFor(kWhere, DispatchSms(args, group->rank.device_sms));
+  const int device_sms = group->rank.device_sms;
+  const Grid grid =
+      group->GridOf(kWhere == Where::kSide ? GridBeside(args.tokens, args.capacity, kDispatchSmsPerCopy, device_sms)
+                                           : Grid{DispatchSms(args, device_sms)});
   return LaunchOn(kWhere, *group, stream, args.rows,
                   [&](cudaStream_t on) { return LaunchDispatch(group->rank.peers, group->call, args, grid, on); });
 }
@@ -249,7 +249,10 @@ ffi::Error CombineImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint,
   args.slots = slots.typed_data();
   args.out = out->untyped_data();
   args.pick_words = static_cast<uint32_t*>(pick_words->untyped_data());
-  const Grid grid = group->GridFor(kWhere, CombineSms(group->rank.device_sms));
+  const int device_sms = group->rank.device_sms;
+  const Grid grid =
+      group->GridOf(kWhere == Where::kSide ? GridBeside(args.tokens, capacity, kCombineSmsPerCopy, device_sms)
+                                           : Grid{CombineSms(device_sms)});
   return LaunchOn(kWhere, *group, stream, args.out,
                   [&](cudaStream_t on) { return LaunchCombine(group->rank.peers, group->call, args, grid, on); });
 }

@@ -56,6 +56,7 @@ class Exchange:
     done: Callable[[jax_ep.Pending], jax.Array]
     peer_name: str
     peer: Callable[[jax.Array], jax.Array]
+    peer_operand: jax.Array
 
 
 def measure(plan: Plan) -> tuple[list[Result], list[timeline.Timeline]]:
@@ -105,6 +106,7 @@ def exchanges(workload: Workload, group: jax_ep.Group) -> Iterator[Exchange]:
         lambda pending: jax_ep.dispatch_done(pending).x,
         "xla all_gather",
         lambda x: jax.lax.all_gather(x, AXIS, tiled=True),
+        x,
     )
     rows = workload.spread(lambda x, handle: jax_ep.dispatch(x, handle=handle).x)(x, handle)
     yield Exchange(
@@ -114,7 +116,8 @@ def exchanges(workload: Workload, group: jax_ep.Group) -> Iterator[Exchange]:
         jax_ep.combine_start,
         jax_ep.combine_done,
         "xla psum_scatter",
-        lambda y: jax.lax.psum_scatter(y[: workload.ranks * workload.sizes.tokens], AXIS, tiled=True),
+        lambda sums: jax.lax.psum_scatter(sums, AXIS, tiled=True),
+        workload.spread(lambda x: jnp.tile(x, (workload.ranks, 1)))(x),
     )
 
 
@@ -153,7 +156,7 @@ def measure_alone(workload: Workload, plan: Plan, exchange: Exchange, implementa
     for sms in plan.sms:
         seconds = timed(_alone(exchange, sms), exchange.operands)
         yield result(seconds, implementation=implementation, num_sms=sms or None, note="start and done, alone")
-    seconds = timed(exchange.peer, exchange.operands[:1])
+    seconds = timed(exchange.peer, (exchange.peer_operand,))
     yield result(seconds, implementation=exchange.peer_name, note="alone; not the whole operation")
 
 
@@ -201,7 +204,7 @@ def measure_beside(
     def peer_at_once(operand: jax.Array, *rest: jax.Array) -> Any:
         return exchange.peer(operand), experts(*rest)
 
-    seconds = timed(peer_at_once, (exchange.operands[0], *matmul))
+    seconds = timed(peer_at_once, (exchange.peer_operand, *matmul))
     note = f"as XLA schedules the two, which do not depend on each other; not the whole operation: {shapes}"
     yield result(seconds, implementation=exchange.peer_name, note=note)
 

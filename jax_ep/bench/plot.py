@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from matplotlib.transforms import ScaledTranslation
 
-from jax_ep.bench import record
+from jax_ep.bench import record, timeline_plot
 from jax_ep.bench.record import Record, Result
 
 COLUMNS = 3  # panels beside each other
@@ -52,8 +52,8 @@ class Panel:
 
 def write(
     paths: Sequence[Path], folder: Path, *, over: str = "tokens", ops: Sequence[str] | None = None
-) -> tuple[Path, Path]:
-    """Draws the records together and writes their table; both files have the first record's name.
+) -> tuple[Path, ...]:
+    """Draws the records together, writes their table and draws their timelines; the files have the first record's name.
 
     Args:
       paths: of the records.
@@ -72,7 +72,12 @@ def write(
     picture, text = folder / f"{paths[0].stem}.png", folder / f"{paths[0].stem}.md"
     figure.savefig(picture, dpi=110)
     text.write_text(table(records))
-    return picture, text
+    timelines = [timeline for each in records for timeline in each.timelines if timeline.kernels]
+    if not timelines:
+        return picture, text
+    of_timelines = folder / f"{paths[0].stem}-timelines.png"
+    timeline_plot.draw(timelines).savefig(of_timelines, dpi=110)
+    return picture, text, of_timelines
 
 
 def _only(records: Sequence[Record], ops: Sequence[str]) -> list[Record]:
