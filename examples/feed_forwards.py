@@ -10,6 +10,7 @@ from flax import nnx
 
 import jax_ep
 import jax_ep.flax
+from jax_ep.experts import apply_shared
 
 
 class MaskedMoE(jax_ep.flax.MoE):
@@ -28,6 +29,8 @@ class MaskedMoE(jax_ep.flax.MoE):
         up = jnp.einsum("bsh,ehf->bsef", tokens, params.experts.up)
         each = jnp.einsum("bsef,efh->bseh", jax.nn.silu(gate) * up, params.experts.down)
         out = jnp.einsum("bske,bsk,bseh->bsh", mask, routing.weights, each)
+        if params.shared is not None:
+            out = out + apply_shared(params.shared, tokens)
         none = jnp.zeros((), jnp.int32)
         return out.astype(x.dtype), jax_ep.MoEStats(
             load=mask.sum((0, 1, 2)),
@@ -40,14 +43,14 @@ class MaskedMoE(jax_ep.flax.MoE):
 
 
 class PlainFeedForward(nnx.Module):
-    """A gated network as wide as the K experts that a token of the MoE passes: the same FLOPs a token.
+    """A gated network as wide as the experts that a token of the MoE passes together: the same FLOPs a token.
 
     Every device has a copy of its weights and works on its own tokens; jit sums the gradients over the devices.
     """
 
     def __init__(self, config: jax_ep.MoEConfig, group: jax_ep.Group, *, rngs: nnx.Rngs) -> None:
         self.num_experts = config.num_experts
-        width = config.top_k * config.intermediate
+        width = config.top_k * config.intermediate + config.shared_intermediate
         options: dict[str, Any] = {"use_bias": False, "dtype": group.dtype, "rngs": rngs}
         self.gate = nnx.Linear(config.hidden, width, **options)
         self.up = nnx.Linear(config.hidden, width, **options)

@@ -36,9 +36,14 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     _whole(model, "--layers", 3, "each of attention and experts")
     _whole(model, "--hidden", 128, "width between the layers")
     _whole(model, "--intermediate", 256, "width inside an expert")
+    _whole(model, "--shared", 0, "width inside an expert that every byte passes; 0 for none", least=0)
     _whole(model, "--heads", 4, "of attention")
     _whole(model, "--chunks", 1, "pieces of a device's bytes, each exchanged by itself; room is per piece")
-    model.add_argument("--overlap", action="store_true", help="exchanges run beside the experts of other pieces")
+    model.add_argument(
+        "--overlap",
+        action="store_true",
+        help="exchanges beside compute: the shared expert's, and the experts' of other pieces",
+    )
     _choice(model, "--grouped-matmul", ("ragged", "tiled"), "tiled is for small experts on GPUs: see tiled.py")
     _choice(model, "--dtype", ("float32", "bfloat16"), "to compute in; weights are float32")
 

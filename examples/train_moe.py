@@ -184,6 +184,7 @@ def make_model(group: jax_ep.Group, options: argparse.Namespace, layer: Callable
     moe = jax_ep.MoEConfig(
         hidden=options.hidden,
         intermediate=options.intermediate,
+        shared_intermediate=options.shared,
         num_experts=options.experts,
         top_k=options.top_k,
         score=options.router,

@@ -51,9 +51,9 @@ class MoEConfig:
       weighted: "after", routing weights multiply what the experts return; "before", what they are given.
       chunks: pieces that the tokens are cut into, each exchanged by itself, so that one may be under way while another
         is computed and buffers are smaller. Capacity counts per chunk.
-      overlap: whether exchanges run beside compute, by start and done (docs/overlap.md): the first dispatch beside the
-        shared experts, and with several chunks the exchanges of each beside the experts of its neighbours; in the
-        backward pass, too. The exchanges bring the same bits.
+      overlap: whether exchanges run beside compute, by start and done (docs/overlap.md): the first dispatch and the
+        last combine beside the shared experts, and with several chunks the exchanges of each beside the experts of its
+        neighbours; in the backward pass, too. The exchanges bring the same bits.
       wire: None, "fp8" or "fp8_ue8m0", as in `jax_ep.dispatch`.
       remat: None keeps all that the backward pass needs. A tuple of names keeps these alone and computes the rest
         again: "jax_ep_handle", "jax_ep_rows", "jax_ep_combined", or () for nothing.
@@ -334,18 +334,19 @@ def _exchange_beside(
 ) -> Exchanged:
     """As `_exchange`, with exchanges beside compute: chunk n's experts while chunk n + 1 comes and n - 1 leaves.
 
-    What would run beside nothing is made whole, with all the SMs that it wants: without shared experts the first
-    dispatch, and the last combine.
+    The first dispatch and the last combine have half of the shared experts' tokens each; without shared experts they
+    are made whole, with all the SMs that they want.
     """
     first, *others = _chunks(routed, config)
     dispatch = functools.partial(ops.dispatch, group=group, wire=config.wire)
     start = functools.partial(pending.dispatch_start, group=group, wire=config.wire)
-    of_shared = None
+    halves = jnp.split(for_shared, [for_shared.shape[0] // 2])
+    of_shared: list[jax.Array] = []
     if shared is None:
         rows = dispatch(*first)
     else:
-        coming = start(*first)
-        of_shared, coming = pending.beside(coming, shared, for_shared)
+        half, coming = pending.beside(start(*first), shared, halves[0])
+        of_shared.append(half)
         rows = pending.dispatch_done(coming)
     outs: list[jax.Array] = []
     handles = [rows.handle]
@@ -361,8 +362,14 @@ def _exchange_beside(
         handles.append(rows.handle)
     y, leaving = pending.beside(leaving, experts, _weighted_before(rows, config), rows.group_sizes)
     outs += [pending.combine_done(each) for each in leaving]
-    outs.append(ops.combine(y, rows.handle, _weights_after(rows, config)))
-    return jnp.concatenate(outs), of_shared, *_refused(handles)
+    last = y, rows.handle, _weights_after(rows, config)
+    if shared is None:
+        outs.append(ops.combine(*last))
+    else:
+        half, going = pending.beside(pending.combine_start(*last), shared, halves[1])
+        of_shared.append(half)
+        outs.append(pending.combine_done(going))
+    return jnp.concatenate(outs), jnp.concatenate(of_shared) if of_shared else None, *_refused(handles)
 
 
 def _chunks(routed: tuple[jax.Array, ...], config: MoEConfig) -> list[tuple[jax.Array, ...]]:

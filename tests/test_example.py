@@ -412,6 +412,14 @@ def test_a_tiled_matmul_is_the_product_with_the_weights_of_each_rows_group() -> 
         np.testing.assert_allclose(of_weights[group], used[of_row == group].T @ ct[of_row == group], **close)
 
 
+def test_exchanges_beside_compute_train_as_a_dense_computation(main, tmp_path: Path) -> None:
+    options = "--compare-dense --shared 16 --chunks 2 --overlap --devices 2 --experts 4 --steps 3".split()
+    assert main([*SMALL, *options, "--out", str(tmp_path)]) == 0
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["dense_steps_of_same_picks"] == 3
+    assert metrics["dense_difference_while_same_nats"] <= 1e-5
+
+
 def test_steps_take_turns() -> None:
     calls: list[tuple[str, int]] = []
     steps = {name: lambda number, name=name: calls.append((name, number)) for name in ("moe", "ffn")}
