@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_ep.__main__ as command
-from jax_ep.bench import overlap, plot, record, timeline, timeline_plot
+from jax_ep.bench import overlap, overlap_plot, plot, record, timeline, timeline_plot
 from jax_ep.bench.timeline import Kernel, Timeline
 from jax_ep.bench.workload import Sizes, Workload
 
@@ -126,6 +126,29 @@ def test_kernels_have_the_colour_of_their_kind():
         "loop_multiply_fusion": "anything else",
     }
     assert {name: timeline_plot.kind_of(Kernel(name, 1, 0, 1)) for name in names} == names
+
+
+def test_bars_are_medians_beside_the_matmul_alone():
+    (path,) = (path for path in plot_records() if path.stem == "overlap-2xnvidia-h200-20261130T222016Z")
+    whole = record.read(path)
+    figure = overlap_plot.draw(whole)
+    titles = [axes.get_title("left").split(";")[0] for axes in figure.axes]
+    shapes = [f"gated experts of {width} on 32768 rows a rank" for width in (512, 2048)]
+    assert titles == [f"{op} and a matmul, {shape}" for shape in shapes for op in ("dispatch", "combine")]
+    for axes, title in zip(figure.axes, titles, strict=True):
+        op, shape = title.split(" and a matmul, ")
+        bars = sorted((bar.get_y(), bar.get_width()) for bar in axes.patches)[::-1]
+        wanted = [r.median_us for r in whole.results if r.op == f"{op}+matmul" and r.note.endswith(shape)]
+        assert [width for _, width in bars] == wanted
+        (alone,) = (r.median_us for r in whole.results if r.note == f"alone: {shape}")
+        assert alone in [line.get_xdata()[0] for line in axes.get_lines()]
+        peer = {"dispatch": "xla all_gather", "combine": "xla psum_scatter"}[op]
+        assert [tick.get_text() for tick in axes.get_yticklabels()] == [
+            "one after the other",
+            "at once, SMs of the formula",
+            *(f"at once, {sms} SMs" for sms in (8, 16, 32)),
+            f"{peer}: as XLA schedules the two",
+        ]
 
 
 def test_timelines_are_drawn_stream_by_stream(tmp_path):

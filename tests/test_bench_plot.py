@@ -83,7 +83,7 @@ def test_the_table_compares_what_moved_with_what_must():
     assert [line.split("|")[column].strip() for line in (with_it, without)] == ["1.25", ""]
 
 
-@pytest.mark.parametrize("kind", ["layout", "moe_step"])
-def test_other_benchmarks_can_be_drawn(kind, tmp_path):
-    plot.write(sorted(RESULTS.glob(f"{kind}-*.json")), tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
+@pytest.mark.parametrize("kind, files", [("layout", 2), ("moe_step", 3), ("overlap", 3)])  # the third: timelines
+def test_other_benchmarks_can_be_drawn(kind, files, tmp_path):
+    written = plot.write(sorted(RESULTS.glob(f"{kind}-*.json")), tmp_path)
+    assert len(written) == files and set(written) == set(tmp_path.iterdir())

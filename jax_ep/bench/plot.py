@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from matplotlib.transforms import ScaledTranslation
 
-from jax_ep.bench import record, timeline_plot
+from jax_ep.bench import overlap_plot, record, timeline_plot
 from jax_ep.bench.record import Record, Result
 
 COLUMNS = 3  # panels beside each other
@@ -58,7 +58,8 @@ def write(
     Args:
       paths: of the records.
       folder: of the files, made if need be.
-      over: one of `AXES`. Results that say nothing of it are in the table only.
+      over: one of `AXES`. Results that say nothing of it are in the table only. A record of bench overlap is drawn by
+        itself, over nothing.
       ops: results of other operations are left out.
 
     Raises:
@@ -67,7 +68,8 @@ def write(
     records = [record.read(path) for path in paths]
     if ops is not None:
         records = _only(records, ops)
-    figure = draw(records, over)
+    overlapping = [each for each in records if any(map(overlap_plot.is_beside, each.results))]
+    figure = overlap_plot.draw(overlapping[0]) if overlapping else draw(records, over)
     folder.mkdir(parents=True, exist_ok=True)
     picture, text = folder / f"{paths[0].stem}.png", folder / f"{paths[0].stem}.md"
     figure.savefig(picture, dpi=110)
