@@ -101,7 +101,7 @@ def test_a_file_with_other_fields_is_refused(tmp_path):
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
 def test_every_committed_record_is_whole(path):
-    assert path.name.split("-")[0] in ("layout", "throughput", "moe_step")
+    assert path.name.split("-")[0] in ("layout", "throughput", "overlap", "moe_step")
     record.read(path)
 
 
