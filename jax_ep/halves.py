@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
 
 from jax_ep import kernels, primitives
 from jax_ep.call import Call
@@ -72,6 +73,11 @@ class Exchange:
 
     def mirrored(self) -> Exchange:
         """The exchange back, which the transposes make."""
+        if self.kind not in _MIRROR:  # bilinear: its tangent is what has one
+            raise NotImplementedError(
+                "jax_ep.combine_start: expected no jax.linear_transpose of a weighted combine or of its gradient, got "
+                "one; use jax.vjp"
+            )
         has = (True,) if self.kind == "tangent" else self.has
         return dataclasses.replace(self, kind=_MIRROR[self.kind], has=has)
 
@@ -144,12 +150,14 @@ def _whole(exchange: Exchange, handle: Handle, operands: Arrays, others: Arrays)
         case "combine":
             results = primitives.receive(handle, given[0], None, given[1], call)
         case "weighted":
-            results = primitives.receive(handle, *others, None, call)
+            y, weights = others
+            results = primitives.receive(handle, y, weights, None, call)
         case "tangent":
             (ty, tweights), (y, weights) = given, others
             results = (primitives.weighted_combine_tangent(handle, ty, tweights[:, 0], y, weights, call),)
         case "gradient":
-            rows, dots = primitives.weighted_combine_cotangents(call, handle, given[0], *others)
+            y, weights = others
+            rows, dots = primitives.weighted_combine_cotangents(call, handle, given[0], y, weights)
             results = rows, jnp.pad(dots[:, None], ((0, 0), (0, _pieces(handle, rows) - 1)))
     return [result for result in results if result is not None]
 
@@ -171,9 +179,11 @@ def _begin(exchange: Exchange, handle: Handle, operands: Arrays, others: Arrays)
         case "combine":
             results = kernels.combine(handle, given[0], None, given[1], call, target=kernels.COMBINE_START)
         case "weighted":
-            results = kernels.combine(handle, *others, None, call, target=kernels.COMBINE_START)
+            y, weights = others
+            results = kernels.combine(handle, y, weights, None, call, target=kernels.COMBINE_START)
         case "gradient":
-            results = kernels.gradient(handle, given[0], *others, call, kernels.DISPATCH_START)
+            y, weights = others
+            results = kernels.gradient(handle, given[0], y, weights, call, kernels.DISPATCH_START)
     return [result for result in results if result is not None]
 
 
@@ -194,8 +204,10 @@ def _done(*leaves: jax.Array, exchange: Exchange, at_once: bool) -> list[jax.Arr
         return _results(exchange, leaves)
 
     def end(*leaves: jax.Array) -> list[jax.Array]:
-        operands = leaves[: exchange.num_operands], exchange.others_of(leaves)
-        return list(kernels.done(exchange.handle_of(leaves), _results(exchange, leaves), (*operands[0], *operands[1])))
+        # What the kernel reads: of a weighted combine not its operands, which are in the others.
+        operands = leaves[: exchange.num_operands] if exchange.kind != "weighted" else ()
+        read = (*operands, *exchange.others_of(leaves))
+        return list(kernels.done(exchange.handle_of(leaves), _results(exchange, leaves), read))
 
     return jax.lax.platform_dependent(*leaves, cuda=end, default=lambda *leaves: _results(exchange, leaves))
 
@@ -244,7 +256,13 @@ def _types(*leaves: Any, exchange: Exchange) -> list[Any]:
         case "gradient":
             y = exchange.others_of(leaves)[0]
             results = [((capacity, y.shape[1]), y.dtype), ((capacity, _pieces(handle, y)), float32)]
-    return [*operands, *(like.update(shape=shape, dtype=dtype) for shape, dtype in results)]
+    return [*operands, *(_like(like, shape, dtype) for shape, dtype in results)]
+
+
+def _like(array: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of an array that varies over the axes that `array` varies over."""
+    whole = array.sharding.update(spec=P(*(None,) * len(shape)))
+    return array.update(shape=shape, dtype=dtype, weak_type=False, sharding=whole)
 
 
 def _types_of_done(*leaves: Any, exchange: Exchange) -> list[Any]:

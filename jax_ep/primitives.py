@@ -175,7 +175,7 @@ def _tangent(
 
 def _type_of_tokens(y: Any, *others: Any, handle: Any, call: Call) -> Any:
     arrays = others[-HANDLE_ARRAYS:]
-    return y.update(shape=(jax.tree.unflatten(handle, arrays).shape[1], y.shape[1]))
+    return y.update(shape=(jax.tree.unflatten(handle, arrays).shape[1], y.shape[1]), weak_type=False)
 
 
 def _weighted_combine_jvp(primals: Any, tangents: Any, **static: Any) -> Any:

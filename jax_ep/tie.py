@@ -1,13 +1,13 @@
 """An order among arrays: what is computed from one that was tied comes behind all that were tied with it.
 
-To XLA it is `jax.lax.optimization_barrier`. To JAX that is one operation: all that goes into it is alive, differentiated
-and typed together. Here each array is by itself in all of this: one without a tangent gets none, and what only an array
-needs that nobody uses goes away, so that no exchange is left with one half.
+To XLA it is `jax.lax.optimization_barrier`, which to JAX is one operation: all that goes into it is alive and
+differentiated together. Here each array is by itself in this. One without a tangent gets none, and one that nobody
+uses needs nothing: so no exchange is left with one half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -19,10 +19,11 @@ from jax.interpreters import partial_eval as pe
 Tree = TypeVar("Tree")
 
 
-def tie(tree: Tree) -> Tree:
-    """The same arrays, each of them behind all."""
+def tie(tree: Tree, behind: Any = ()) -> Tree:
+    """The same arrays, each of them behind all of these and of `behind`."""
     leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.unflatten(treedef, _tie_p.bind(*map(jnp.asarray, leaves)))
+    others = jax.tree.leaves(behind)
+    return jax.tree.unflatten(treedef, _tie_p.bind(*map(jnp.asarray, (*leaves, *others)), results=len(leaves)))
 
 
 def recompute(primitive: Primitive) -> None:
@@ -40,36 +41,42 @@ def _recompute(saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eq
     return known, eqn, [any(unknown)] * results, [True] * results, wanted
 
 
-def _of_nonzero(arrays: Sequence[Any]) -> list[Any]:
-    """Ties tangents or cotangents, of which a symbolic zero stays one."""
-    there = [array for array in arrays if type(array) is not ad.Zero]
-    tied = iter(_tie_p.bind(*there) if there else ())
-    return [array if type(array) is ad.Zero else next(tied) for array in arrays]
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, results: int) -> tuple[Any, Any]:
+    return _tie_p.bind(*primals, results=results), _of_nonzero(tangents[:results])
 
 
-def _transpose(cotangents: Sequence[Any], *leaves: Any) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *leaves: Any, results: int) -> list[Any]:
     tied = _of_nonzero(cotangents)
     return [ct if ad.is_undefined_primal(leaf) else None for ct, leaf in zip(tied, leaves, strict=True)]
 
 
+def _of_nonzero(arrays: Sequence[Any]) -> list[Any]:
+    """Ties tangents or cotangents, of which a symbolic zero stays one."""
+    there = [array for array in arrays if type(array) is not ad.Zero]
+    tied = iter(_tie_p.bind(*there, results=len(there)))
+    return [array if type(array) is ad.Zero else next(tied) for array in arrays]
+
+
 def _without_unused(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    def those(variables: Sequence[Any]) -> list[Any]:
-        return [variable for variable, is_used in zip(variables, used, strict=True) if is_used]
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    wanted = [*used, *[True] * (len(eqn.invars) - len(used))]
+    invars = [var for var, is_wanted in zip(eqn.invars, wanted, strict=True) if is_wanted]
+    outvars = [var for var, is_used in zip(eqn.outvars, used, strict=True) if is_used]
+    return wanted, eqn.replace(invars=invars, outvars=outvars, params={"results": len(outvars)})
 
-    return list(used), eqn.replace(invars=those(eqn.invars), outvars=those(eqn.outvars)) if any(used) else None
 
+def _barrier(*leaves: jax.Array, results: int) -> Sequence[jax.Array]:
+    return jax.lax.optimization_barrier(leaves)[:results]
 
-_barrier: Callable[..., Any] = mlir.lower_fun(
-    lambda *leaves: jax.lax.optimization_barrier(leaves), multiple_results=True
-)
 
 _tie_p = Primitive("jax_ep_tie")
 _tie_p.multiple_results = True
-_tie_p.def_abstract_eval(lambda *leaves: list(leaves))
-_tie_p.def_impl(lambda *leaves: list(leaves))  # outside of jit everything comes in its order
-mlir.register_lowering(_tie_p, _barrier)
-ad.primitive_jvps[_tie_p] = lambda primals, tangents: (_tie_p.bind(*primals), _of_nonzero(tangents))
+_tie_p.def_abstract_eval(lambda *leaves, results: list(leaves[:results]))
+_tie_p.def_impl(lambda *leaves, results: list(leaves[:results]))  # outside of jit everything comes in its order
+mlir.register_lowering(_tie_p, mlir.lower_fun(_barrier, multiple_results=True))
+ad.primitive_jvps[_tie_p] = _jvp
 ad.primitive_transposes[_tie_p] = _transpose
-batching.primitive_batchers[_tie_p] = lambda args, dims: (_tie_p.bind(*args), dims)
+batching.primitive_batchers[_tie_p] = lambda args, dims, results: (_tie_p.bind(*args, results=results), dims[:results])
 pe.dce_rules[_tie_p] = _without_unused
 recompute(_tie_p)
