@@ -197,7 +197,7 @@ def beside(pending: Pending | Sequence[Pending], function: Callable[..., Out], *
 def _finish(by: str, what: str, pending: Pending, after: Any) -> list[jax.Array]:
     halfway = _check(by, what, pending)._take(by)
     if after is not None:
-        halfway = dataclasses.replace(halfway, arrays=tie(halfway.arrays, behind=jax.lax.stop_gradient(after)))
+        halfway = dataclasses.replace(halfway, arrays=tie(halfway.arrays, behind=after))
     return halves.done(halfway)
 
 

@@ -20,7 +20,7 @@ Tree = TypeVar("Tree")
 
 
 def tie(tree: Tree, behind: Any = ()) -> Tree:
-    """The same arrays, each of them behind all of these and of `behind`."""
+    """The same arrays, each of them behind all of these and of `behind`, which has no part in derivatives."""
     leaves, treedef = jax.tree.flatten(tree)
     others = jax.tree.leaves(behind)
     return jax.tree.unflatten(treedef, _tie_p.bind(*map(jnp.asarray, (*leaves, *others)), results=len(leaves)))
@@ -46,8 +46,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, results: int) -> tu
 
 
 def _transpose(cotangents: Sequence[Any], *leaves: Any, results: int) -> list[Any]:
-    tied = _of_nonzero(cotangents)
-    return [ct if ad.is_undefined_primal(leaf) else None for ct, leaf in zip(tied, leaves, strict=True)]
+    tied = zip(_of_nonzero(cotangents), leaves, strict=False)
+    none = [None] * (len(leaves) - results)
+    return [*(ct if ad.is_undefined_primal(leaf) else None for ct, leaf in tied), *none]
 
 
 def _of_nonzero(arrays: Sequence[Any]) -> list[Any]:

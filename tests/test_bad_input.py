@@ -32,6 +32,25 @@ def group():
         yield group
 
 
+@pytest.fixture(params=["whole", "in halves"])
+def form(request, monkeypatch):
+    """The operations as they are, and by start and done, of which start must call itself so in what it says."""
+
+    def of_halves(start, done):
+        def operation(*args, **options):
+            try:
+                return done(start(*args, **options))
+            except (TypeError, ValueError, RuntimeError) as error:
+                assert str(error).startswith((f"{start.__name__}:", f"{start.__name__} ", "layout")), error
+                raise
+
+        return operation
+
+    if request.param == "in halves":
+        monkeypatch.setattr(jax_ep, "dispatch", of_halves(jax_ep.dispatch_start, jax_ep.dispatch_done))
+        monkeypatch.setattr(jax_ep, "combine", of_halves(jax_ep.combine_start, jax_ep.combine_done))
+
+
 def trace(body, mesh: jax.sharding.Mesh, **changes):
     """Trace `body` in shard_map, running nothing, on arguments of the group's sizes but for `changes`."""
     arguments = {
@@ -88,7 +107,7 @@ def arrays_and_handle(group: jax_ep.Group) -> SimpleNamespace:
     )
 
 
-def test_what_is_no_array(group):
+def test_what_is_no_array(form, group):
     mesh = make_mesh()
     rows = SimpleNamespace()
     refuses(
@@ -121,7 +140,7 @@ def test_what_is_no_array(group):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_outside_shard_map(group, operation):
+def test_outside_shard_map(form, group, operation):
     a = arrays_and_handle(group)
     call = OPERATIONS[operation]
     refuses(RuntimeError, "('ep',)", "none", "jax.shard_map", call, a, group)
@@ -129,7 +148,7 @@ def test_outside_shard_map(group, operation):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_inside_shard_map_over_another_axis(group, operation):
+def test_inside_shard_map_over_another_axis(form, group, operation):
     a = arrays_and_handle(group)
 
     def body(unused):
@@ -144,7 +163,7 @@ def test_inside_shard_map_over_another_axis(group, operation):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_inside_shard_map_over_more_ranks(group, operation):
+def test_inside_shard_map_over_more_ranks(form, group, operation):
     a = arrays_and_handle(group)
 
     def body(unused):
@@ -155,7 +174,7 @@ def test_inside_shard_map_over_more_ranks(group, operation):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_closed_group(operation):
+def test_closed_group(form, operation):
     group = make_group()
     a = arrays_and_handle(group)
     group.close()
@@ -293,7 +312,7 @@ MORE_INDEX = ((TOKENS + 1, TOP_K), jnp.int32)
         ]
     ],
 )  # fmt: skip
-def test_operation(group, changes, call, error, expected, got, remedy):
+def test_operation(form, group, changes, call, error, expected, got, remedy):
     refuses(error, expected, got, remedy, trace, lambda a: call(a, group), make_mesh(), **changes)
 
 

@@ -196,9 +196,8 @@ GRAPHS = {"none": "--xla_gpu_enable_command_buffer=", "of all calls": ALL_CALLS}
 CONCURRENT = f"{ALL_CALLS} --xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
 
 
-def run_with_flags(folder: Path, on: str, flags: dict[str, str]) -> dict[str, str]:
-    """What `test_independent_exchanges` says under each of these XLA_FLAGS, which XLA reads when it starts."""
-    test = f"{__file__}::{test_independent_exchanges.__name__}[{on}]"
+def run_with_flags(folder: Path, test: str, flags: dict[str, str]) -> dict[str, str]:
+    """What a test says under each of these XLA_FLAGS, which XLA reads when it starts."""
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", test]
     children, logs = [], [folder / name for name in flags]
     try:
@@ -213,18 +212,25 @@ def run_with_flags(folder: Path, on: str, flags: dict[str, str]) -> dict[str, st
     return {log.name: log.read_text(errors="replace") for log in logs}
 
 
-def test_independent_exchanges_in_cuda_graphs(on, tmp_path):
-    world.mesh(RANKS, on=on)  # or skips
-    outputs = run_with_flags(tmp_path, on, GRAPHS)
+def check_with_flags(folder: Path, test: str, flags: dict[str, str]) -> None:
+    outputs = run_with_flags(folder, test, flags)
     failed = [f"graphs {graphs}:\n{output}" for graphs, output in outputs.items() if "1 passed" not in output]
     assert not failed, "\n".join(failed)
+
+
+def independent_exchanges(on: str) -> str:
+    world.mesh(RANKS, on=on)  # or skips
+    return f"{__file__}::{test_independent_exchanges.__name__}[{on}]"
+
+
+def test_independent_exchanges_in_cuda_graphs(on, tmp_path):
+    check_with_flags(tmp_path, independent_exchanges(on), GRAPHS)
 
 
 @pytest.mark.gpu
 def test_graphs_that_run_operations_of_a_group_at_once_raise(tmp_path):
     """XLA can be told to; then two operations would take one epoch for theirs."""
-    world.mesh(RANKS, on="gpu")  # or skips
-    (output,) = run_with_flags(tmp_path, "gpu", {"concurrent": CONCURRENT}).values()
+    (output,) = run_with_flags(tmp_path, independent_exchanges("gpu"), {"concurrent": CONCURRENT}).values()
     assert "1 failed" in output and "jax_ep: group" in output, output
 
 

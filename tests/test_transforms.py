@@ -44,16 +44,20 @@ class Operation:
     def parallel(self, group, x, index, weights):
         """Inside shard_map: x [T, H], index and weights [T, K]."""
         rows = jax_ep.dispatch(x, index, weights, group=group, row_order=self.row_order, wire=self.wire)
+        return jax_ep.combine(*self.experts(group, rows))
+
+    def experts(self, group, rows):
+        """What combine is given."""
         mine = jax.lax.dynamic_slice_in_dim(
             SLOPES, jax.lax.axis_index("ep") * group.num_local_experts, group.num_local_experts
         )
         if self.row_order == "rank":
             each = jnp.tanh(rows.x[:, None] * mine[rows.index][..., None])
             y = (each * jnp.where(rows.index >= 0, rows.weights, 0)[..., None]).sum(1)
-            return jax_ep.combine(y, rows.handle)
+            return y, rows.handle, None
         slope = jnp.repeat(mine, rows.group_sizes, total_repeat_length=rows.x.shape[0])
         y = jnp.tanh(rows.x * slope[:, None])
-        return jax_ep.combine(y, rows.handle, weights=rows.weights if self.weighted else None)
+        return y, rows.handle, rows.weights if self.weighted else None
 
     def dense(self, kept, x, index, weights):
         """The same on whole arrays."""
