@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import in_halves
 import jax
 import numpy as np
 import world
@@ -53,6 +54,12 @@ def conformance(platform: str) -> None:
             assert_same_bits(program(**arrays), without_index(wanted))
         program.group.close()
         say(f"{case}: right")
+
+
+def halves(platform: str) -> None:
+    """The same by start and done."""
+    jax_ep.dispatch, jax_ep.combine = in_halves.dispatch, in_halves.combine  # for the program of the conformance tests
+    conformance(platform)
 
 
 def closed(platform: str) -> None:
@@ -155,7 +162,7 @@ def main(mode: str, platform: str) -> None:
     os.environ["PYTEST_CURRENT_TEST"] = mode  # by which world.fetch tells the arrays of one test from another's
     if world.COUNT > 1:
         world.join()
-    {f.__name__: f for f in (conformance, closed, absent, shapes, swapped)}[mode](platform)
+    {f.__name__: f for f in (conformance, halves, closed, absent, shapes, swapped)}[mode](platform)
     meet("end")
     if world.COUNT > 1:
         jax.distributed.shutdown()  # who is gone first would take the others with it

@@ -75,6 +75,14 @@ def test_every_bit_is_the_oracles(tmp_path, platform, places):
 
 
 @pytest.mark.parametrize(
+    ("platform", "places"), [pytest.param("cpu", (0, 0), id="cpu-2"), on_gpus(0, 0), on_gpus(0, 0, 0), on_gpus(0, 1)]
+)
+def test_every_bit_is_the_oracles_between_start_and_done(tmp_path, platform, places):
+    for output in run(tmp_path, "halves", platform, places):
+        assert output.count("right") == 4
+
+
+@pytest.mark.parametrize(
     ("platform", "flags"),
     [
         pytest.param("cpu", "", id="cpu"),

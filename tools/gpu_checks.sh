@@ -45,7 +45,7 @@ for name in ${STEPS:-driver sanitize conformance kernels suite example throughpu
     kernels) step kernels "${pytest[@]}" -m gpu -n 3 tests/test_kernels.py tests/test_kernel_processes.py ;;
     suite)
       step suite "${pytest[@]}" --on gpu -n 6 tests/test_transforms.py tests/test_meshes.py tests/test_gradients.py \
-        tests/test_moe.py tests/test_moe_options.py tests/test_native_layout.py
+        tests/test_moe.py tests/test_moe_options.py tests/test_native_layout.py tests/test_pending.py
       ;;
     example) step example "${pytest[@]}" -m gpu tests/test_example.py tests/test_bench_throughput.py ;;
     throughput) step throughput "$python" -m jax_ep bench throughput --sms 0 64 24 --out "$out" ;;
