@@ -25,10 +25,7 @@ template <int kPending>
 void AwaitCopiesOut() {
   emulator::AwaitCopiesOut(kPending);
 }
-template <int kPending = 0>
-void AwaitCopiesOutRead() {
-  emulator::AwaitCopiesOut(kPending);
-}
+inline void AwaitCopiesOutRead() { emulator::AwaitCopiesOut(0); }
 
 inline int4 LoadShared(const void* p) { return *static_cast<const int4*>(p); }
 
