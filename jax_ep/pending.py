@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 
 from jax_ep import guard, halves
 from jax_ep.config import RowOrder
@@ -22,12 +23,12 @@ class Pending:
     """An exchange that was started: for `beside`, and then for its done, once.
 
     It is no pytree, so it cannot leave the function that started it: not as a result of jit, not as the carry of a
-    loop. What is under way must reach its done in the same program.
+    loop. Nor can a loop, a branch or a checkpointed function in there take it, which would be done never, or twice.
     """
 
     def __init__(self, what: str, halfway: halves.Halfway, sending: Sending | None = None) -> None:
         self._what, self._halfway, self._sending = what, halfway, sending
-        self._taken = False
+        self._trace, self._taken = get_opaque_trace_state(), False
 
     def __repr__(self) -> str:
         return f"Pending({self._what}{', done' if self._taken else ''})"
@@ -58,7 +59,7 @@ def dispatch_start(
 ) -> Pending:
     """`dispatch`, begun: what is computed until `dispatch_done` runs beside it.
 
-    The kernel runs on a stream of the group with an eighth of the GPU's SMs (docs/kernels.md), or with `num_sms`.
+    The kernel runs on a stream of the group with some of the GPU's SMs (docs/kernels.md), or with `num_sms`.
     Differentiable as `dispatch` is; in the backward pass the exchange back takes the time between the same two places.
     A group of the reference does all of it here.
 
@@ -204,6 +205,11 @@ def _finish(by: str, what: str, pending: Pending, after: Any) -> list[jax.Array]
 def _check(by: str, what: str | None, pending: Any) -> Pending:
     if not isinstance(pending, Pending):
         raise TypeError(f"{by} pending: expected what a start returned, got {type(pending).__name__}")
+    if pending._trace != get_opaque_trace_state():
+        raise ValueError(
+            f"{by}: expected a pending exchange that was started in the same function, got one from outside of it; a "
+            "loop, a branch, jax.checkpoint, jax.grad or jax.jit needs both halves inside, or both outside"
+        )
     if what is not None and pending._what != what:
         raise TypeError(
             f"{by} pending: expected one of {what}_start, got one of {pending._what}_start; call {pending._what}_done"

@@ -515,11 +515,29 @@ def test_a_pending_exchange_stays_in_its_function():
     with make_group(mesh) as group:
 
         def inside(x, index):
-            start = lambda x: jax_ep.dispatch_start(x, index, group=group)  # noqa: E731
-            for leaves in (jax.jit(start), jax.checkpoint(start), lambda x: jax.lax.map(start, x[None])):
+            def start(x):
+                return jax_ep.dispatch_start(x, index, group=group)
+
+            for out in (jax.jit(start), jax.checkpoint(start), lambda x: jax.lax.map(start, x[None])):
                 with pytest.raises(TypeError, match="Pending"):
-                    leaves(x)
-            return x
+                    out(x)
+
+            pending = start(x)
+
+            def done(x):
+                return jax_ep.dispatch_done(pending).x.sum() + x.sum()
+
+            for into in (
+                jax.jit(done),
+                jax.checkpoint(done),
+                jax.grad(done),
+                lambda x: jax.lax.map(done, x[None]),
+                lambda x: jax.lax.cond(x[0, 0] > 0, done, jnp.sum, x),
+                jax.vmap(lambda row: jax_ep.beside(pending, jnp.sin, row)[0]),
+            ):
+                with pytest.raises(ValueError, match="started in the same function, got one from outside"):
+                    into(x)
+            return jax_ep.dispatch_done(pending).x
 
         jax.eval_shape(jax.shard_map(inside, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), x, index)
 
