@@ -103,7 +103,7 @@ def test_programs_run(page: Path) -> None:
 
 def test_pages_have_programs() -> None:
     with_programs = {page.name for page in PAGES if runnable(page.read_text())}
-    assert with_programs >= {"README.md", "architecture.md", "moe-layer.md", "semantics.md"}
+    assert with_programs >= {"README.md", "architecture.md", "moe-layer.md", "overlap.md", "semantics.md"}
 
 
 def test_a_wrong_program_is_found() -> None:
