@@ -58,7 +58,8 @@ def _of_nonzero(arrays: Sequence[Any]) -> list[Any]:
     return [array if type(array) is ad.Zero else next(tied) for array in arrays]
 
 
-def _without_unused(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _without_unused(used: Sequence[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
+    eqn = live_and_eqn[-1]  # the only one before jax 0.12
     if not any(used):
         return [False] * len(eqn.invars), None
     wanted = [*used, *[True] * (len(eqn.invars) - len(used))]

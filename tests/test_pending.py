@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import test_gradients
 import test_kernels
+import test_transforms
 import world
 from jax.extend.core import Var
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -159,17 +160,9 @@ def test_without_jit(transform):
         assert_equal_trees(got, apply(lambda x, w: HALVED[0].dense(1, x, index, w))(x, weights))
 
 
-def test_grad_inside_shard_map():
-    x, index, weights = point()
-    mesh = world.mesh(RANKS)
-    with make_group(mesh) as group:
-
-        def inside(x, index, weights):
-            return grad(lambda x, w: HALVED[0].parallel(group, x, index, w))(x, weights)
-
-        f = jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
-        expected = grad(lambda x, w: HALVED[0].dense(1, x, index, w))(x, weights)
-        assert_equal_trees(f(*world.put(mesh, "ep", (x, index, weights))), expected)
+@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check_vma"])
+def test_grad_inside_shard_map(check_vma):
+    test_transforms.check_grad_inside_shard_map(HALVED[0], check_vma)
 
 
 def test_quantised_rows_refuse_the_gradient_of_tokens_and_give_that_of_weights():
@@ -267,25 +260,22 @@ def test_what_lies_between_may_be_of_any_type(wrap):
         assert_equal_trees(step(f)(*placed), step(dense)(x, index, weights, scale))
 
 
-def test_linear_transpose():
-    """As whole exchanges have it: of dispatch, and of combine without weights."""
+def test_linear_transpose_of_dispatch_and_of_combine(halved):
+    test_transforms.test_linear_transpose_of_dispatch_and_of_combine()
+
+
+def test_linear_transpose_of_a_weighted_combine_is_refused():
     x, index, weights = point()
     mesh = world.mesh(RANKS)
     with make_group(mesh) as group:
 
-        def both(x, index, weights):
-            handle = jax_ep.layout(index, group=group)
-            rows = jax_ep.dispatch(x, handle=handle, weights=weights)
-            (back,) = jax.linear_transpose(lambda x: in_halves.dispatch(x, handle=handle).x, x)(rows.x)
-            (out,) = jax.linear_transpose(lambda y: in_halves.combine(y, handle), rows.x)(x)
-            with pytest.raises(NotImplementedError, match="no jax.linear_transpose of a weighted combine.*jax.vjp"):
-                jax.linear_transpose(lambda y: in_halves.combine(y, handle, rows.weights), rows.x)(x)
-            return rows.x, back, out
+        def inside(x, index, weights):
+            rows = jax_ep.dispatch(x, index, weights, group=group)
+            return jax.linear_transpose(lambda y: in_halves.combine(y, rows.handle, rows.weights), rows.x)(x)
 
-        f = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
-        rows, back, out = world.fetch(f(*world.put(mesh, "ep", (x, index, weights))))
-    np.testing.assert_allclose(back, TOP_K * x, rtol=1e-6)
-    np.testing.assert_array_equal(out, rows)
+        f = jax.shard_map(inside, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+        with pytest.raises(NotImplementedError, match="no jax.linear_transpose of a weighted combine.*jax.vjp"):
+            jax.eval_shape(f, x, index, weights)
 
 
 def test_axes_that_shard_map_leaves_alone():
@@ -542,26 +532,9 @@ def test_a_pending_exchange_stays_in_its_function():
         jax.eval_shape(jax.shard_map(inside, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), x, index)
 
 
-@pytest.mark.parametrize("mapped", ["tokens", "weights", "rows", "cotangents"])
-def test_vmap_is_refused_with_the_way_out(mapped):
-    x, index, weights = point()
-    mesh = world.mesh(RANKS)
-    with make_group(mesh) as group:
-
-        def inside(x, index, weights):
-            rows = jax_ep.dispatch(x, index, weights, group=group)
-            dispatch = lambda x, w: in_halves.dispatch(x, index, w, group=group)  # noqa: E731
-            call, operand = {
-                "tokens": (lambda x: dispatch(x, weights).x, x),
-                "weights": (lambda w: dispatch(x, w).weights, weights),
-                "rows": (lambda y: in_halves.combine(y, rows.handle, rows.weights), rows.x),
-                "cotangents": (lambda ct: jax.vjp(lambda x: dispatch(x, weights).x, x)[1](ct), rows.x),
-            }[mapped]
-            return jax.vmap(call)(jnp.stack([operand, operand]))
-
-        f = jax.shard_map(inside, mesh=mesh, in_specs=P("ep"), out_specs=P(None, "ep"))
-        with pytest.raises(NotImplementedError, match=r"jax_ep\.\w+: expected .*reshape the mapped axis.*lax\.map"):
-            jax.eval_shape(f, x, index, weights)
+@pytest.mark.parametrize("mapped", ["x", "weights", "rows", "cotangents"])
+def test_vmap_is_refused_with_the_way_out(halved, mapped):
+    test_transforms.test_vmap_is_refused_with_the_way_out(mapped)
 
 
 # Where it is hard for the kernels. Each also runs on CPU devices, so that the test is known to be right.
