@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import in_halves
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +37,13 @@ Arrays = tuple[np.ndarray, ...]
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def on(request) -> str:
     return request.param
+
+
+@pytest.fixture(params=["whole", "in halves"])
+def form(request, monkeypatch) -> None:
+    """Dispatch and combine as they are, and by start and done."""
+    if request.param == "in halves":
+        in_halves.use(monkeypatch)
 
 
 def make_group(mesh: jax.sharding.Mesh, **changes) -> jax_ep.Group:
@@ -113,7 +121,7 @@ def soil(devices: list[jax.Device]) -> list[range]:
 
 
 @pytest.mark.parametrize("case", NARROW, ids=str)
-def test_dirty_memory(on, case):
+def test_dirty_memory(form, on, case):
     """XLA's allocator hands out NaN, and the group's own memory is full of NaN tokens."""
     program = Program(case, IMPLEMENTATION[on])
     call, devices, reused = program.call, list(program.mesh.devices.flat), 0
@@ -155,7 +163,7 @@ def replay(on: str, call: Callable[..., Any], draws: list[Any], wanted: list[Any
                 assert_same(result, wanted[number], f"routing {number}, {len(order)} calls before the end")
 
 
-def test_a_thousand_calls(on):
+def test_a_thousand_calls(form, on):
     mesh = world.mesh(RANKS, on=on)
     with make_group(mesh) as group:
         draws = [draw(group, seed) for seed in range(10)]
@@ -164,7 +172,7 @@ def test_a_thousand_calls(on):
         replay(on, f, [world.put(mesh, "ep", arrays) for arrays in draws], wanted, 1000)
 
 
-def test_a_hundred_in_a_scan(on):
+def test_a_hundred_in_a_scan(form, on):
     mesh = world.mesh(RANKS, on=on)
     with make_group(mesh) as group:
         draws = [draw(group, seed) for seed in range(10)]
@@ -234,6 +242,77 @@ def test_graphs_that_run_operations_of_a_group_at_once_raise(tmp_path):
     assert "1 failed" in output and "jax_ep: group" in output, output
 
 
+# Between start and done.
+
+
+def several(group: jax_ep.Group, other: jax_ep.Group, *each: Any) -> tuple[Any, ...]:
+    """Five exchanges there and back: two under way at once, and meanwhile whole ones of their group and of another.
+
+    Nothing is used twice, so XLA is free to put the whole ones into CUDA graphs, alone or together.
+    """
+    a, b, *whole = each
+    starts = [jax_ep.dispatch_start(*arrays, group=group) for arrays in (a, b)]
+
+    def meanwhile(first, of_other):
+        return exchange(group, *first), exchange(other, *of_other)
+
+    first, starts = jax_ep.beside(starts, meanwhile, *whole[:2])
+    rows = [jax_ep.dispatch_done(pending) for pending in reversed(starts)][::-1]
+    starts = [jax_ep.combine_start(of.x, of.handle, of.weights) for of in rows]
+    second, starts = jax_ep.beside(starts, lambda arrays: exchange(group, *arrays), whole[2])
+    outs = [jax_ep.combine_done(pending) for pending in starts]
+    of_starts = [(of.x, of.weights, of.handle.slots, out) for of, out in zip(rows, outs, strict=True)]
+    return *of_starts, *first, second
+
+
+def test_two_under_way_and_whole_ones_meanwhile(on):
+    mesh = world.mesh(RANKS, on=on)
+    with make_group(mesh) as group, make_group(mesh, hidden=32, top_k=2, dtype="bfloat16") as other:
+        groups = (group, group, group, other, group)
+        draws = [tuple(draw(g, 5 * seed + n) for n, g in enumerate(groups)) for seed in range(4)]
+        wanted = [tuple(expected(g, *a) for g, a in zip(groups, each, strict=True)) for each in draws]
+        f = sharded(mesh, functools.partial(several, group, other))
+        replay(on, f, [world.put(mesh, "ep", each) for each in draws], wanted, 200)
+
+
+def test_two_under_way_and_cuda_graphs_meanwhile(on, tmp_path):
+    world.mesh(RANKS, on=on)  # or skips
+    test = f"{__file__}::{test_two_under_way_and_whole_ones_meanwhile.__name__}[{on}]"
+    check_with_flags(tmp_path, test, GRAPHS)
+
+
+def under_way_at_once(group: jax_ep.Group, count: int, x, index, weights) -> list[jax.Array]:
+    """Rows of tokens times 1, 2, 4 and so on, all of which are started before any is done."""
+    pending = [jax_ep.dispatch_start(x * 2.0**n, index, weights, group=group) for n in range(count)]
+    first, pending = jax_ep.beside(pending, jnp.sin, x)
+    return [first, *(jax_ep.dispatch_done(each).x for each in pending)]
+
+
+def test_eight_under_way_and_not_nine(on):
+    """With kernels a ninth raises; then the group does all that it did before. On CPU nothing is ever under way."""
+    mesh = world.mesh(RANKS, on=on)
+    with make_group(mesh) as group:
+        arrays = draw(group, 0)
+        rows = expected(group, *arrays)[0]
+        placed = world.put(mesh, "ep", arrays)
+        programs = {count: sharded(mesh, functools.partial(under_way_at_once, group, count)) for count in (2, 8, 9)}
+
+        def check(count: int) -> None:
+            wanted = [rows * np.float32(2**n) for n in range(count)]
+            assert_same(programs[count](*placed)[1:], wanted)
+
+        whole = sharded(mesh, functools.partial(exchange, group))
+        for _ in range(2):
+            for count in [2, 8] * 5:
+                check(count)
+            if on == "cpu":
+                check(9)
+            else:
+                with pytest.raises(jax.errors.JaxRuntimeError, match="at most 8 exchanges"):
+                    jax.block_until_ready(programs[9](*placed))
+            assert_same(whole(*placed), expected(group, *arrays))
+
+
 # Operations in any order.
 
 
@@ -288,7 +367,7 @@ def assert_as_the_oracle(mesh, group, row_order, run, *arrays):
 
 
 @pytest.mark.parametrize("row_order", ["expert", "rank"])
-def test_every_order_of_operations(on, row_order):
+def test_every_order_of_operations(form, on, row_order):
     assert len({ORDER[n : n + 3] for n in range(len(ORDER) - 2)}) == 3**3
     mesh = world.mesh(RANKS, on=on)
     with make_group(mesh) as group:
@@ -301,7 +380,7 @@ def test_every_order_of_operations(on, row_order):
 
 
 @pytest.mark.parametrize("row_order", ["expert", "rank"])
-def test_two_handles_in_swapped_order(on, row_order):
+def test_two_handles_in_swapped_order(form, on, row_order):
     """Made as A, B; dispatched as B, A; combined as A, B."""
     mesh = world.mesh(RANKS, on=on)
     with make_group(mesh) as group:
@@ -341,7 +420,7 @@ def test_a_device_that_is_busy(on):
                 assert_same(result, expected(group, *arrays))
 
 
-def test_ranks_with_unequal_work(on):
+def test_ranks_with_unequal_work(form, on):
     """One rank is late for the dispatch, the other for the combine; and the other way round in the next call."""
     mesh = world.mesh(RANKS, on=on)
     with make_group(mesh) as group:
@@ -367,7 +446,7 @@ def test_ranks_with_unequal_work(on):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_through_remat_and_scan(on, dtype):
+def test_gradients_through_remat_and_scan(form, on, dtype):
     """Bit for bit what the reference gives on CPU devices, layer by layer and without remat."""
     layers = 3
 

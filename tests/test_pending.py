@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_gradients
-import test_kernels
 import test_transforms
 import world
 from jax.extend.core import Var
@@ -535,104 +533,3 @@ def test_a_pending_exchange_stays_in_its_function():
 @pytest.mark.parametrize("mapped", ["x", "weights", "rows", "cotangents"])
 def test_vmap_is_refused_with_the_way_out(halved, mapped):
     test_transforms.test_vmap_is_refused_with_the_way_out(mapped)
-
-
-# Where it is hard for the kernels. Each also runs on CPU devices, so that the test is known to be right.
-
-
-@pytest.mark.parametrize("case", test_kernels.NARROW, ids=str)
-def test_dirty_memory(halved, on, case):
-    test_kernels.test_dirty_memory(on, case)
-
-
-def test_a_thousand_calls(halved, on):
-    test_kernels.test_a_thousand_calls(on)
-
-
-def test_a_hundred_in_a_scan(halved, on):
-    test_kernels.test_a_hundred_in_a_scan(on)
-
-
-@pytest.mark.parametrize("row_order", ["expert", "rank"])
-def test_every_order_of_operations(halved, on, row_order):
-    test_kernels.test_every_order_of_operations(on, row_order)
-
-
-def test_ranks_with_unequal_work(halved, on):
-    test_kernels.test_ranks_with_unequal_work(on)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_through_remat_and_scan(halved, on, dtype):
-    test_kernels.test_gradients_through_remat_and_scan(on, dtype)
-
-
-def several(group: jax_ep.Group, other: jax_ep.Group, *each: Any) -> tuple[Any, ...]:
-    """Five exchanges there and back: two under way at once, and meanwhile whole ones of their group and of another.
-
-    Nothing is used twice, so XLA is free to put the whole ones into CUDA graphs, alone or together.
-    """
-    a, b, *whole = each
-    starts = [jax_ep.dispatch_start(*arrays, group=group) for arrays in (a, b)]
-
-    def meanwhile(first, of_other):
-        return test_kernels.exchange(group, *first), test_kernels.exchange(other, *of_other)
-
-    first, starts = jax_ep.beside(starts, meanwhile, *whole[:2])
-    rows = [jax_ep.dispatch_done(pending) for pending in reversed(starts)][::-1]
-    starts = [jax_ep.combine_start(of.x, of.handle, of.weights) for of in rows]
-    second, starts = jax_ep.beside(starts, lambda arrays: test_kernels.exchange(group, *arrays), whole[2])
-    outs = [jax_ep.combine_done(pending) for pending in starts]
-    of_starts = [(of.x, of.weights, of.handle.slots, out) for of, out in zip(rows, outs, strict=True)]
-    return *of_starts, *first, second
-
-
-def test_two_under_way_and_whole_ones_meanwhile(on):
-    mesh = world.mesh(test_kernels.RANKS, on=on)
-    make = test_kernels.make_group
-    with make(mesh) as group, make(mesh, hidden=32, top_k=2, dtype="bfloat16") as other:
-        groups = (group, group, group, other, group)
-        draws = [tuple(test_kernels.draw(g, 5 * seed + n) for n, g in enumerate(groups)) for seed in range(4)]
-        wanted = [tuple(test_kernels.expected(g, *a) for g, a in zip(groups, each, strict=True)) for each in draws]
-        f = test_kernels.sharded(mesh, functools.partial(several, group, other))
-        test_kernels.replay(on, f, [world.put(mesh, "ep", each) for each in draws], wanted, 200)
-
-
-def test_two_under_way_and_cuda_graphs_meanwhile(on, tmp_path):
-    world.mesh(test_kernels.RANKS, on=on)  # or skips
-    test = f"{__file__}::{test_two_under_way_and_whole_ones_meanwhile.__name__}[{on}]"
-    test_kernels.check_with_flags(tmp_path, test, test_kernels.GRAPHS)
-
-
-def under_way_at_once(group: jax_ep.Group, count: int, x, index, weights) -> list[jax.Array]:
-    """Rows of tokens times 1, 2, 4 and so on, all of which are started before any is done."""
-    pending = [jax_ep.dispatch_start(x * 2.0**n, index, weights, group=group) for n in range(count)]
-    first, pending = jax_ep.beside(pending, between, x)
-    return [first, *(jax_ep.dispatch_done(each).x for each in pending)]
-
-
-def test_eight_under_way_and_not_nine(on):
-    """With kernels a ninth raises; then the group does all that it did before. On CPU nothing is ever under way."""
-    mesh = world.mesh(test_kernels.RANKS, on=on)
-    with test_kernels.make_group(mesh) as group:
-        arrays = test_kernels.draw(group, 0)
-        rows = test_kernels.expected(group, *arrays)[0]
-        placed = world.put(mesh, "ep", arrays)
-        programs = {
-            count: test_kernels.sharded(mesh, functools.partial(under_way_at_once, group, count)) for count in (2, 8, 9)
-        }
-
-        def check(count: int) -> None:
-            wanted = [rows * np.float32(2**n) for n in range(count)]
-            test_kernels.assert_same(programs[count](*placed)[1:], wanted)
-
-        whole = test_kernels.sharded(mesh, functools.partial(test_kernels.exchange, group))
-        for _ in range(2):
-            for count in [2, 8] * 5:
-                check(count)
-            if on == "cpu":
-                check(9)
-            else:
-                with pytest.raises(jax.errors.JaxRuntimeError, match="at most 8 exchanges"):
-                    jax.block_until_ready(programs[9](*placed))
-            test_kernels.assert_same(whole(*placed), test_kernels.expected(group, *arrays))

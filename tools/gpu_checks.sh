@@ -3,7 +3,7 @@
 # runs out. A line for each step as it ends; logs and benchmark records in FOLDER.
 #   PYTHON=python3     with jax for CUDA, the test extras and this checkout installed (or PYTHONPATH=.)
 #   DRIVER=            an exchange_driver built already (default: built here, by cmake and nvcc)
-#   STEPS="..."        which of: driver sanitize conformance kernels suite example throughput (default: all)
+#   STEPS="..."        which of: driver sanitize conformance kernels pending suite example throughput (default: all)
 #   LIMIT=200          seconds that a step may take
 set -uo pipefail
 [[ $# -eq 1 ]] || { sed -n '2,8s/^# *//p' "$0" >&2; exit 2; }
@@ -37,15 +37,16 @@ build_driver() {
   driver=$out/build/exchange_driver
 }
 
-for name in ${STEPS:-driver sanitize conformance kernels suite example throughput}; do
+for name in ${STEPS:-driver sanitize conformance kernels pending suite example throughput}; do
   case $name in
     driver) build_driver && step driver "$driver" && step delay "$driver" --delay --seed 1 ;;
     sanitize) build_driver && OUT=$out LIMIT=$((limit / 4)) step sanitize tests/cuda/sanitize.sh "$driver" ;;
     conformance) step conformance "${pytest[@]}" --on gpu -n 4 tests/test_conformance.py -k cuda ;;
     kernels) step kernels "${pytest[@]}" -m gpu -n 3 tests/test_kernels.py tests/test_kernel_processes.py ;;
+    pending) step pending "${pytest[@]}" --on gpu -n 6 tests/test_pending.py ;;
     suite)
       step suite "${pytest[@]}" --on gpu -n 6 tests/test_transforms.py tests/test_meshes.py tests/test_gradients.py \
-        tests/test_moe.py tests/test_moe_options.py tests/test_native_layout.py tests/test_pending.py
+        tests/test_moe.py tests/test_moe_options.py tests/test_native_layout.py
       ;;
     example) step example "${pytest[@]}" -m gpu tests/test_example.py tests/test_bench_throughput.py ;;
     throughput) step throughput "$python" -m jax_ep bench throughput --sms 0 64 24 --out "$out" ;;
