@@ -1,5 +1,6 @@
 #include "cuda/side_stream.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace jax_ep {
@@ -30,9 +31,7 @@ SideStream::~SideStream() {
   for (const Pending& pending : pending_) {
     if (pending.finished != nullptr) cudaEventDestroy(pending.finished);
   }
-  for (const cudaEvent_t event : {given_, last_}) {
-    if (event != nullptr) cudaEventDestroy(event);
-  }
+  if (given_ != nullptr) cudaEventDestroy(given_);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
 }
 
@@ -44,30 +43,47 @@ std::string SideStream::Begin(cudaStream_t compute, const void* result, Pending*
   }
   if (*pending == nullptr) {
     return "expected at most " + std::to_string(kMaxPending) +
-           " exchanges of a group between start and done, got one more; call done for one first";
+           " exchanges of a group between start and done, got one more (those of programs that failed in between "
+           "count, "
+           "too, until now); call done for one first, or run it again";
   }
   cudaError_t error = cudaEventRecord(given_, compute);
   if (error == cudaSuccess) error = cudaStreamWaitEvent(stream_, given_, 0);
   return Check(error, "start");
 }
 
-std::string SideStream::End(Pending* pending, const void* result) {
+std::string SideStream::End(Pending* pending, const void* result, const Addresses& reads) {
   cudaError_t error = cudaEventRecord(pending->finished, stream_);
   if (error == cudaSuccess) error = cudaEventRecord(last_, stream_);
   pending->result = result;
+  pending->reads = reads;
   return Check(error, "start");
 }
 
-std::string SideStream::Done(cudaStream_t compute, const void* result) {
+std::string SideStream::GiveUp(cudaStream_t compute, const std::string& problem) {
+  cudaEventRecord(last_, stream_);
+  cudaStreamWaitEvent(compute, last_, 0);
+  cudaGetLastError();
+  for (Pending& each : pending_) each.result = nullptr;
+  return problem;
+}
+
+std::string SideStream::Done(cudaStream_t compute, const void* result, const Addresses& held) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (Pending& each : pending_) {
     if (each.result != result) continue;
+    for (const void* read : each.reads) {
+      if (std::find(held.begin(), held.end(), read) == held.end()) {
+        return GiveUp(compute, "expected what a start reads, in its place, got another buffer: XLA has copied it");
+      }
+    }
     each.result = nullptr;
-    return Check(cudaStreamWaitEvent(compute, each.finished, 0), "done");
+    const std::string problem = Check(cudaStreamWaitEvent(compute, each.finished, 0), "done");
+    return problem.empty() ? problem : GiveUp(compute, problem);
   }
-  return "expected what a start of this group writes, in its place, got another buffer: XLA has copied it, or it was "
-         "done "
-         "already";
+  return GiveUp(compute,
+                "expected what a start of this group writes, in its place, got another buffer: XLA has copied "
+                "it, or it was done already");
 }
 
 std::string SideStream::Follow(cudaStream_t compute) {

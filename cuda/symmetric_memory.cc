@@ -179,14 +179,21 @@ cudaError_t SyncAll(const std::vector<int>& devices) {
 }  // namespace
 
 std::string OpenSides(int64_t serial) {
-  std::lock_guard<std::mutex> lock(mutex);
-  for (auto& [name, memory] : Registry()) {
-    if (name.first != serial || memory.open.side != nullptr) continue;
-    OnDevice on(name.second);
+  std::vector<int> devices;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (const auto& [name, memory] : Registry()) {
+      if (name.first == serial && memory.open.side == nullptr) devices.push_back(name.second);
+    }
+  }
+  for (const int device : devices) {
+    OnDevice on(device);
     std::unique_ptr<SideStream> side;
-    const std::string problem = SideStream::Create(&side);
+    const std::string problem = SideStream::Create(&side);  // not with the lock, as in Release
     if (!problem.empty()) return problem;
-    memory.open.side = std::move(side);
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = Registry().find({serial, device});
+    if (found != Registry().end() && found->second.open.side == nullptr) found->second.open.side = std::move(side);
   }
   return "";
 }

@@ -44,7 +44,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="exchanges beside compute: the shared expert's, and the experts' of other pieces",
     )
-    _choice(model, "--grouped-matmul", ("ragged", "tiled"), "tiled is for small experts on GPUs: see tiled.py")
+    _choice(
+        model,
+        "--grouped-matmul",
+        ("ragged", "tiled"),
+        "tiled, for small experts on GPUs, wants many bytes: room is in tiles of 128",
+    )
     _choice(model, "--dtype", ("float32", "bfloat16"), "to compute in; weights are float32")
 
     training = parser.add_argument_group("training")
@@ -102,6 +107,11 @@ def complete(options: argparse.Namespace, devices: int) -> None:
                 f"--{name}: expected a multiple of the {devices} devices, got {value}; pass "
                 f"{_round_up(value, devices)}, or another --devices"
             )
+    if options.compare_overlap and not options.shared and options.chunks == 1:
+        raise UsageError(
+            "--compare-overlap: expected something that exchanges can run beside, got --shared 0 and --chunks 1; pass "
+            "--shared WIDTH or --chunks 2"
+        )
     if (per_device := options.batch * options.sequence // devices) % options.chunks:
         raise UsageError(
             f"--chunks: expected a divisor of the {per_device} bytes of a device, got {options.chunks}; pass another, "

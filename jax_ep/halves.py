@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
@@ -116,8 +117,8 @@ def start(
     """Begin an exchange; see the table above."""
     arrays, tree = jax.tree.flatten(handle)
     exchange = Exchange(kind, tree, call, tuple(operand is not None for operand in operands), **fp8)
-    rest = (*others, *arrays)
-    given = (operand for operand in operands if operand is not None)
+    rest = (*_in_rows(handle, others), *arrays)
+    given = _in_rows(handle, [operand for operand in operands if operand is not None])
     return Halfway(exchange, tuple(_start_p.bind(*given, *rest, exchange=exchange)), rest)
 
 
@@ -160,6 +161,13 @@ def _whole(exchange: Exchange, handle: Handle, operands: Arrays, others: Arrays)
             rows, dots = primitives.weighted_combine_cotangents(call, handle, given[0], y, weights)
             results = rows, jnp.pad(dots[:, None], ((0, 0), (0, _pieces(handle, rows) - 1)))
     return [result for result in results if result is not None]
+
+
+def _in_rows(handle: Handle, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, laid out in memory as kernels want them: else XLA might make a copy for each of start and done."""
+    if not _by_kernels(handle):
+        return list(arrays)
+    return [with_layout_constraint(array, Layout(tuple(range(array.ndim)))) for array in arrays]
 
 
 def _begin(exchange: Exchange, handle: Handle, operands: Arrays, others: Arrays) -> list[jax.Array]:
@@ -288,9 +296,10 @@ def _start_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, exchange: Exc
     handle, arrays = exchange.handle_of(primals), primals[-HANDLE_ARRAYS:]
     match exchange.kind:
         case "dispatch" | "combine":
-            return outs, _start_p.bind(*_real(tangents[:n]), *arrays, exchange=exchange)
+            return outs, _start_p.bind(*_in_rows(handle, _real(tangents[:n])), *arrays, exchange=exchange)
         case "fp8" if _straight_through(exchange):
-            return outs, _start_p.bind(*_real(tangents[:n]), *arrays, exchange=_tangent_of(exchange))
+            given = _in_rows(handle, _real(tangents[:n]))
+            return outs, _start_p.bind(*given, *arrays, exchange=_tangent_of(exchange))
         case "fp8":  # the tangent of the weights waits for done: nothing but it has one
             return outs, [*tangents[:n], *_zeros(outs[n:])]
         case "weighted":  # the others' tangents are in those of the operands
@@ -353,18 +362,32 @@ def _done_transpose(cotangents: Sequence[Any], *leaves: Any, exchange: Exchange)
     none = [None] * (len(leaves) - end)
     if all(type(cotangent) is ad.Zero for cotangent in cotangents):
         return [*(ad.Zero(leaf.aval) for leaf in leaves[:end]), *none]
-    halves = _start_p.bind(*_real(cotangents), *leaves[end:], exchange=exchange.mirrored())
+    given = _in_rows(exchange.handle_of(leaves), _real(cotangents))
+    halves = _start_p.bind(*given, *leaves[end:], exchange=exchange.mirrored())
     n = len(cotangents)
     return [*halves[n:], *halves[:n], *none]
+
+
+class _Started:
+    """One for each start of a program that is lowered."""
+
+
+def _lower(ctx: Any, *leaves: Any, exchange: Exchange, function: Callable[..., Any]) -> Any:
+    """Numbers a program's starts: of two that are equal XLA would make one, and a copy of what it writes."""
+    if function is _start:
+        number = sum(isinstance(each, _Started) for each in ctx.module_context.keepalives)
+        ctx.module_context.add_keepalive(_Started())
+        call = dataclasses.replace(exchange.call, site=f"{exchange.call.site}, start {number}")
+        exchange = dataclasses.replace(exchange, call=call)
+    rule = mlir.lower_fun(functools.partial(function, at_once=False), multiple_results=True)
+    return rule(ctx, *leaves, exchange=exchange)
 
 
 _start_p, _done_p = Primitive("jax_ep_start"), Primitive("jax_ep_done")
 for _primitive, _function, _abstract in ((_start_p, _start, _types), (_done_p, _done, _types_of_done)):
     _primitive.multiple_results = True
     _primitive.def_abstract_eval(_abstract)
-    mlir.register_lowering(
-        _primitive, mlir.lower_fun(functools.partial(_function, at_once=False), multiple_results=True)
-    )
+    mlir.register_lowering(_primitive, functools.partial(_lower, function=_function), cacheable=False)
     # Outside of jit each primitive is a program of its own, which nothing can be under way between.
     _primitive.def_impl(jax.jit(functools.partial(_function, at_once=True), static_argnames=("exchange",)))
     batching.primitive_batchers[_primitive] = lambda args, dims, **static: refuse_vmap("start and done", dims)

@@ -337,29 +337,31 @@ def _exchange_beside(
     The first dispatch and the last combine have half of the shared experts' tokens each; without shared experts they
     are made whole, with all the SMs that they want.
     """
-    first, *others = _chunks(routed, config)
-    dispatch = functools.partial(ops.dispatch, group=group, wire=config.wire)
-    start = functools.partial(pending.dispatch_start, group=group, wire=config.wire)
+    chunks = _chunks(routed, config)
+    # All layouts first: one that came later would wait for what is under way.
+    handles = [ops.layout(index, group=group) for _, index, _ in chunks]
+    sends = [
+        {"x": tokens, "weights": weights, "handle": handle, "wire": config.wire}
+        for (tokens, _, weights), handle in zip(chunks, handles, strict=True)
+    ]
     halves = jnp.split(for_shared, [for_shared.shape[0] // 2])
     of_shared: list[jax.Array] = []
     if shared is None:
-        rows = dispatch(*first)
+        rows = ops.dispatch(**sends[0])
     else:
-        half, coming = pending.beside(start(*first), shared, halves[0])
+        half, coming = pending.beside(pending.dispatch_start(**sends[0]), shared, halves[0])
         of_shared.append(half)
         rows = pending.dispatch_done(coming)
     outs: list[jax.Array] = []
-    handles = [rows.handle]
     leaving: list[pending.Pending] = []
-    for chunk in others:
+    for send in sends[1:]:
         # Behind the rows of the chunk before: XLA might start it first, and let those wait for it.
-        chunk, _ = jax.lax.optimization_barrier((chunk, jax.lax.stop_gradient(rows.x)))
-        under_way = [*leaving, start(*chunk)]
+        send["x"], _ = jax.lax.optimization_barrier((send["x"], jax.lax.stop_gradient(rows.x)))
+        under_way = [*leaving, pending.dispatch_start(**send)]
         y, (*left, came) = pending.beside(under_way, experts, _weighted_before(rows, config), rows.group_sizes)
         outs += [pending.combine_done(each) for each in left]
         leaving = [pending.combine_start(y, rows.handle, _weights_after(rows, config))]
         rows = pending.dispatch_done(came)
-        handles.append(rows.handle)
     y, leaving = pending.beside(leaving, experts, _weighted_before(rows, config), rows.group_sizes)
     outs += [pending.combine_done(each) for each in leaving]
     last = y, rows.handle, _weights_after(rows, config)
@@ -372,7 +374,7 @@ def _exchange_beside(
     return jnp.concatenate(outs), jnp.concatenate(of_shared) if of_shared else None, *_refused(handles)
 
 
-def _chunks(routed: tuple[jax.Array, ...], config: MoEConfig) -> list[tuple[jax.Array, ...]]:
+def _chunks(routed: tuple[jax.Array, ...], config: MoEConfig) -> list[Any]:
     tokens = routed[0].shape[0]
     if tokens % config.chunks:
         raise ValueError(

@@ -132,6 +132,7 @@ def refusal(main, capsys: pytest.CaptureFixture[str], *arguments: object) -> str
         ("--experts 12", "--experts: expected a multiple of the 8 devices, got 12; pass 16"),
         ("--devices 3 --batch 16", "--batch: expected a multiple of the 3 devices, got 16; pass 18"),
         ("--chunks 3", "--chunks: expected a divisor of the 256 bytes of a device, got 3; pass another"),
+        ("--compare-overlap", "something that exchanges can run beside, got --shared 0 and --chunks 1; pass --shared"),
         ("--top-k 9", "--top-k: expected at most the 8 experts, got 9"),
         ("--hidden 100", "--hidden: expected a multiple of twice the 4 heads, got 100; pass 104"),
         ("--devices 9", "--devices: expected at most the 8 that XLA_FLAGS asks for, got 9"),

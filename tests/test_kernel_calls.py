@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -225,6 +226,34 @@ def test_done_is_given_all_that_start_reads_and_writes(name, make_group):
         assert all(where in alias for where, alias in zip(in_place, aliases, strict=True))
         read = [origin(operand) for operand in start.operands]
         assert all(operand in operands[count:] for operand in read), "XLA may reuse it too early"
+
+
+def test_equal_starts_are_told_apart(make_group):
+    """XLA would make one of them for two dones, and a copy of what is under way."""
+
+    def twice(group, x, index, weights):
+        handle = jax_ep.layout(index, group=group)
+        pending = [jax_ep.dispatch_start(x, handle=handle) for _ in range(2)]
+        return [jax_ep.dispatch_done(each).x for each in pending]
+
+    _program, starts, dones = lowered(make_group(), twice)
+    first, second = (str(start.attributes["mhlo.backend_config"]) for start in starts)
+    assert len(dones) == 2 and first != second
+    _program, again, _ = lowered(make_group(), twice)  # the numbers are the program's: equal in every process
+    tags = [
+        [re.search(r"tag = (\d+)", str(s.attributes["mhlo.backend_config"]))[1] for s in of] for of in (starts, again)
+    ]
+    assert tags[0] == tags[1]
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_start_and_done_share_one_layout(name, make_group):
+    """Of tokens, rows and weights: else XLA may lay them out anew for each of the two."""
+    program, _, options = HALVES[name]
+    _program, starts, _ = lowered(make_group(), program, **options)
+    for start in starts:
+        floats = [operand for operand in start.operands if "i32" not in str(operand.type)]
+        assert floats and {name_of(origin(operand).owner) for operand in floats} == {"LayoutConstraint"}
 
 
 @pytest.mark.parametrize("name", HALVES)

@@ -1,7 +1,10 @@
 // Layout, dispatch and combine of a group, for CUDA. Each checks its buffers, finds its rank, and launches: whole on
 // XLA's stream, or between a start and a done on the group's own. The whole ones keep nothing between calls, so XLA may
 // record them into CUDA graphs: the epoch lives on the device.
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
+#include <iterator>
 #include <string>
 
 #include "cuda/combine.h"
@@ -39,13 +42,22 @@ struct GroupCall {
   Grid GridOf(const Grid& wanted) const { return num_sms > 0 ? Grid{num_sms, wanted.in_pairs} : wanted; }
 };
 
-// Launches by launch(stream) what writes to `result`.
+SideStream::Addresses WithoutNull(std::initializer_list<const void*> addresses) {
+  SideStream::Addresses there;
+  std::copy_if(addresses.begin(), addresses.end(), std::back_inserter(there),
+               [](const void* a) { return a != nullptr; });
+  return there;
+}
+
+// Launches by launch(stream) what writes to `result` and reads what is at these addresses, those that are not null.
 template <typename Launch>
-ffi::Error LaunchOn(Where where, const GroupCall& group, cudaStream_t compute, const void* result, Launch launch) {
+ffi::Error LaunchOn(Where where, const GroupCall& group, cudaStream_t compute, const void* result,
+                    std::initializer_list<const void*> reads, Launch launch) {
   SideStream* side = group.rank.side.get();
   std::string problem;
   if (where == Where::kSide) {
-    problem = side != nullptr ? side->Start(compute, result, launch) : "expected a program compiled by this process";
+    problem = side != nullptr ? side->Start(compute, result, WithoutNull(reads), launch)
+                              : "expected a program compiled by this process";
   } else {
     if (side != nullptr) problem = side->Follow(compute);
     if (problem.empty()) return Launched(launch(compute));
@@ -118,7 +130,7 @@ ffi::Error GroupLayoutImpl(cudaStream_t stream, int64_t serial, int64_t fingerpr
       static_cast<int64_t>(scratch->element_count()) < LayoutScratchWords(args->shape.local_experts)) {
     return Refuse("expected an index [tokens, top_k] of this rank, slots of all ranks, and scratch");
   }
-  return LaunchOn(Where::kCompute, *group, stream, slots->typed_data(), [&](cudaStream_t on) {
+  return LaunchOn(Where::kCompute, *group, stream, slots->typed_data(), {}, [&](cudaStream_t on) {
     return LaunchGroupLayout(
         group->rank.peers, group->call,
         {args->order, args->shape, index.typed_data(), slots->typed_data(), group_sizes->typed_data(),
@@ -201,8 +213,10 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
   const Grid grid =
       group->GridOf(kWhere == Where::kSide ? GridBeside(args.tokens, args.capacity, kDispatchSmsPerCopy, device_sms)
                                            : Grid{DispatchSms(args, device_sms)});
-  return LaunchOn(kWhere, *group, stream, args.rows,
-                  [&](cudaStream_t on) { return LaunchDispatch(group->rank.peers, group->call, args, grid, on); });
+  return LaunchOn(
+      kWhere, *group, stream, args.rows,
+      {args.x, args.scales, args.weights, args.slots, args.group_sizes, args.counts, args.y, args.y_weights},
+      [&](cudaStream_t on) { return LaunchDispatch(group->rank.peers, group->call, args, grid, on); });
 }
 
 template <Where kWhere>
@@ -253,7 +267,7 @@ ffi::Error CombineImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint,
   const Grid grid =
       group->GridOf(kWhere == Where::kSide ? GridBeside(args.tokens, capacity, kCombineSmsPerCopy, device_sms)
                                            : Grid{CombineSms(device_sms)});
-  return LaunchOn(kWhere, *group, stream, args.out,
+  return LaunchOn(kWhere, *group, stream, args.out, {args.rows, args.row_weights, args.row_words, args.slots},
                   [&](cudaStream_t on) { return LaunchCombine(group->rank.peers, group->call, args, grid, on); });
 }
 
@@ -270,7 +284,12 @@ ffi::Error DoneImpl(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Remai
     return Refuse("expected results in the place of what a start writes");
   }
   if (group->rank.side == nullptr) return Refuse("expected a start before done");
-  const std::string problem = group->rank.side->Done(stream, written->untyped_data());
+  SideStream::Addresses held;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const auto operand = operands.get<ffi::AnyBuffer>(i);
+    if (operand.has_value()) held.push_back(operand->untyped_data());
+  }
+  const std::string problem = group->rank.side->Done(stream, written->untyped_data(), held);
   return problem.empty() ? ffi::Error::Success() : Refuse(problem);
 }
 

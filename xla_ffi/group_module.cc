@@ -111,7 +111,15 @@ void DefineGroups(nb::module_& module) {
       },
       "Frees a group's memory in this process.");
   module.def(
-      "open_sides", [](int64_t serial) { Require(OpenSides(serial)); },
+      "open_sides",
+      [](int64_t serial) {
+        std::string problem;
+        {
+          nb::gil_scoped_release others_may_run;
+          problem = OpenSides(serial);
+        }
+        Require(problem);
+      },
       "Makes a group's streams for what runs between start and done, if it has none.");
   module.def("device_facts", &DeviceFacts, "What kernels must know of a CUDA device.");
   module.def("can_reach", &CanReach,
