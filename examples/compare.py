@@ -141,8 +141,8 @@ def _share_of_exchanges(timeline: Timeline) -> float | None:
 def _setting(options: argparse.Namespace, comparison: str) -> str:
     experts = f"{options.layers} layers, shared {options.shared}, {options.grouped_matmul} matmul"
     return (
-        f"train_moe.py {comparison}, {experts}, sequence {options.sequence}, whole step (forward, backward, AdamW), runs "
-        f"in turn, load {os.getloadavg()[0]:.1f}"
+        f"train_moe.py {comparison}, {experts}, sequence {options.sequence}, whole step (forward, backward, AdamW), "
+        f"runs in turn, load {os.getloadavg()[0]:.1f}"
     )
 
 
