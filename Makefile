@@ -15,7 +15,7 @@ ARGS ?=
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 CXX_FILES = $(wildcard xla_ffi/*.cc xla_ffi/*.h cuda/*.cc cuda/*.cu cuda/*.h cuda/*.cuh)
-CXX_TESTS = $(foreach d,. emulator emulator/include emulator/include/cuda,\
+CXX_TESTS = $(foreach d,. side_stream emulator emulator/include emulator/include/cuda,\
   $(wildcard $(addprefix tests/cuda/$(d)/*.,cu cc h cuh)))
 
 .DELETE_ON_ERROR:
