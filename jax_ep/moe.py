@@ -25,6 +25,7 @@ from jax_ep.experts import (
 from jax_ep.group import Group
 from jax_ep.layout import Handle
 from jax_ep.sharding import MoESharding, gather, join_shares, take_share
+from jax_ep.tie import tie
 
 # A router that starts near zero gives every expert about the same chance; at full scale a tight capacity would drop a
 # fifth of the rows in the first steps.
@@ -356,7 +357,7 @@ def _exchange_beside(
     leaving: list[pending.Pending] = []
     for send in sends[1:]:
         # Behind the rows of the chunk before: XLA might start it first, and let those wait for it.
-        send["x"], _ = jax.lax.optimization_barrier((send["x"], jax.lax.stop_gradient(rows.x)))
+        send["x"] = tie(send["x"], behind=jax.lax.stop_gradient(rows.x))
         under_way = [*leaving, pending.dispatch_start(**send)]
         y, (*left, came) = pending.beside(under_way, experts, _weighted_before(rows, config), rows.group_sizes)
         outs += [pending.combine_done(each) for each in left]
