@@ -357,7 +357,7 @@ def _exchange_beside(
     leaving: list[pending.Pending] = []
     for send in sends[1:]:
         # Behind the rows of the chunk before: XLA might start it first, and let those wait for it.
-        send["x"] = tie(send["x"], behind=jax.lax.stop_gradient(rows.x))
+        send["x"] = tie(send["x"], behind=rows.x)
         under_way = [*leaving, pending.dispatch_start(**send)]
         y, (*left, came) = pending.beside(under_way, experts, _weighted_before(rows, config), rows.group_sizes)
         outs += [pending.combine_done(each) for each in left]

@@ -66,12 +66,13 @@ def measure(plan: Plan) -> tuple[list[Result], list[timeline.Timeline]]:
     for sizes in plan.sizes:
         workload = Workload(sizes, 1)
         with workload.group("expert", plan.implementation) as group:
-            for exchange in exchanges(workload, group):
+            both = list(exchanges(workload, group))
+            for exchange in both:
                 results += measure_alone(workload, plan, exchange, group.implementation)
             for intermediate in plan.intermediates:
                 matmul = make_matmul(workload, intermediate)
                 results += measure_matmul(workload, plan, matmul)
-                for exchange in exchanges(workload, group):
+                for exchange in both:
                     results += measure_beside(workload, plan, exchange, matmul, group.implementation)
                     if plan.with_timelines and (sizes, intermediate) == (plan.sizes[0], plan.intermediates[0]):
                         timelines += take_timelines(workload, plan, exchange, matmul)
