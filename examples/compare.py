@@ -62,13 +62,16 @@ jax_ep against every expert on every byte, masked: training losses differ
     return holds
 
 
-def time_in_turn(steps: Mapping[str, Callable[[int], None]], runs: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """Seconds of each of `runs` calls of each of `steps`, which take turns, so that all meet the same weather.
+def time_in_turn(
+    steps: Mapping[str, Callable[[int], None]], runs: int, warm_up: int = 3, in_a_row: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of a step, for each of `runs` calls of each of `steps`. They take turns, so all meet the same weather.
 
     Args:
-      steps: by name, functions that do the step of that number and wait for its end.
+      steps: by name, functions that do the steps of that number and wait for their end.
       runs: calls of each to time.
       warm_up: calls of each before, which compile.
+      in_a_row: steps of a call.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(warm_up + runs):
@@ -77,7 +80,7 @@ def time_in_turn(steps: Mapping[str, Callable[[int], None]], runs: int, warm_up:
             start = time.perf_counter()
             steps[name](number)
             if number >= warm_up:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - start) / in_a_row)
     return seconds
 
 
@@ -110,10 +113,11 @@ def conclude_overlap(
     group: jax_ep.Group,
     seconds: Mapping[str, list[float]],
     timelines: Sequence[Timeline],
+    in_a_row: int,
 ) -> None:
     """Write the record of the times "in turn" and "beside", with their timelines, and say what they show."""
     sizes = f"experts {options.intermediate} wide, capacity factor {options.capacity_factor:g}"
-    setting = f"{sizes}; {_setting(options, '--compare-overlap')}"
+    setting = f"{sizes}; {_setting(options, '--compare-overlap')}, {in_a_row} steps in a row"
     share = _share_of_exchanges(timelines[0])
     exchanges = "" if share is None else f", which take {share:.0%} of the time that the GPU is busy"
     notes = {
@@ -139,7 +143,10 @@ def _share_of_exchanges(timeline: Timeline) -> float | None:
 
 
 def _setting(options: argparse.Namespace, comparison: str) -> str:
-    experts = f"{options.layers} layers, shared {options.shared}, {options.grouped_matmul} matmul"
+    experts = (
+        f"{options.layers} layers, {options.heads} heads of {options.head_width}, shared {options.shared}, "
+        f"{options.grouped_matmul} matmul"
+    )
     return (
         f"train_moe.py {comparison}, {experts}, sequence {options.sequence}, whole step (forward, backward, AdamW), "
         f"runs in turn, load {os.getloadavg()[0]:.1f}"

@@ -23,6 +23,7 @@ class ModelConfig:
     layers: int
     hidden: int
     heads: int
+    head_width: int
     dtype: Any
 
 
@@ -43,14 +44,15 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         self.heads = config.heads
         options: dict[str, Any] = {"use_bias": False, "dtype": config.dtype, "rngs": rngs}
-        self.qkv = nnx.Linear(config.hidden, 3 * config.hidden, **options)
-        self.out = nnx.Linear(config.hidden, config.hidden, **options)
+        width = config.heads * config.head_width
+        self.qkv = nnx.Linear(config.hidden, 3 * width, **options)
+        self.out = nnx.Linear(width, config.hidden, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         heads = self.qkv(x).reshape(*x.shape[:2], 3 * self.heads, -1)
         query, key, value = jnp.split(heads, 3, axis=2)
         mixed = jax.nn.dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
-        return self.out(mixed.reshape(x.shape))
+        return self.out(mixed.reshape(*x.shape[:2], -1))
 
 
 class Block(nnx.Module):

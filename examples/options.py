@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tiled import NARROWEST
+
 CPU_DEVICES = 8
 LEAST_EXPERTS = 8
 LEAST_BATCH = 16
@@ -38,6 +40,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     _whole(model, "--intermediate", 256, "width inside an expert")
     _whole(model, "--shared", 0, "width inside an expert that every byte passes; 0 for none", least=0)
     _whole(model, "--heads", 4, "of attention")
+    _whole(model, "--head-width", None, "of each (hidden / heads); small ones make attention cheap")
     _whole(model, "--chunks", 1, "pieces of a device's bytes, each exchanged by itself; room is per piece")
     model.add_argument(
         "--overlap",
@@ -122,11 +125,23 @@ def complete(options: argparse.Namespace, devices: int) -> None:
             f"--top-k: expected at most the {options.experts} experts, got {options.top_k}; pass less, or "
             "more --experts"
         )
-    if options.hidden % (2 * options.heads):
+    if options.head_width is None and options.hidden % (2 * options.heads):
         raise UsageError(
             f"--hidden: expected a multiple of twice the {options.heads} heads, got {options.hidden}; pass "
-            f"{_round_up(options.hidden, 2 * options.heads)}, or other --heads"
+            f"{_round_up(options.hidden, 2 * options.heads)}, other --heads, or a --head-width"
         )
+    options.head_width = options.head_width or options.hidden // options.heads
+    if options.head_width % 2:
+        raise UsageError(
+            f"--head-width: expected an even number, as positions turn pairs, got {options.head_width}; pass "
+            f"{options.head_width + 1}"
+        )
+    for name in ("hidden", "intermediate") if options.grouped_matmul == "tiled" else ():
+        if (width := getattr(options, name)) % NARROWEST:
+            raise UsageError(
+                f"--{name}: expected a multiple of {NARROWEST} for tiles, got {width}; pass "
+                f"{_round_up(width, NARROWEST)}, or another --grouped-matmul"
+            )
     if options.compare_dense and (options.capacity_factor or options.dtype != "float32"):
         raise UsageError(
             "--compare-dense: expected float32 and no --capacity-factor, since a dense computation drops nothing, got "

@@ -46,6 +46,9 @@ import jax_ep.flax
 from jax_ep.bench import timeline
 
 HELDOUT_BATCHES = 8
+IN_A_ROW = 5
+"""Steps that are timed together on GPUs, where the host prepares one while the one before runs."""
+
 INTERRUPTED = 130  # the exit status that shells give a program ended by Ctrl-C
 
 
@@ -114,22 +117,23 @@ def compare_overlap(run: Run) -> None:
         options = argparse.Namespace(**vars(run.options) | changes)
         return make_run(options, run.text, run.group, jax_ep.flax.MoE)
 
-    beside, in_turn = stepper(remade(overlap=True)), stepper(remade(overlap=False, chunks=1))
-    seconds = compare.time_in_turn({"beside": beside, "in turn": in_turn}, run.options.runs)
-    timelines = [
-        timeline.take(name, functools.partial(step, 0)) for name, step in (("in turn", in_turn), ("beside", beside))
-    ]
-    compare.conclude_overlap(run.options, run.group, seconds, timelines)
+    runs = {"in turn": remade(overlap=False, chunks=1), "beside": remade(overlap=True)}
+    in_a_row = IN_A_ROW if run.options.platform == "gpu" else 1
+    steps = {name: stepper(each, in_a_row) for name, each in runs.items()}
+    seconds = compare.time_in_turn(steps, run.options.runs, in_a_row=in_a_row)
+    timelines = [timeline.take(name, functools.partial(stepper(each), 0)) for name, each in runs.items()]
+    compare.conclude_overlap(run.options, run.group, seconds, timelines, in_a_row)
 
 
-def stepper(run: Run) -> Callable[[int], None]:
-    """Does the training step of a number, and waits for its end."""
+def stepper(run: Run, in_a_row: int = 1) -> Callable[[int], None]:
+    """Does so many training steps on the batch of a number, and waits for their end."""
     split = NamedSharding(run.group.mesh, P("ep"))
     train_step = make_train_step(run.config)
 
     def step(number: int) -> None:
         windows = jax.device_put(run.text.batch(run.options.seed, number, run.options.batch), split)
-        jax.block_until_ready((train_step(run.model, run.optimizer, windows), nnx.state(run.model)))
+        metrics = [train_step(run.model, run.optimizer, windows) for _ in range(in_a_row)]
+        jax.block_until_ready((metrics, nnx.state(run.model)))
 
     return step
 
@@ -193,7 +197,7 @@ def make_model(group: jax_ep.Group, options: argparse.Namespace, layer: Callable
         overlap=options.overlap,
     )
     layer = make_layer(layer, options)
-    sizes = ModelConfig(options.layers, options.hidden, options.heads, options.dtype)
+    sizes = ModelConfig(options.layers, options.hidden, options.heads, options.head_width, options.dtype)
     return LanguageModel(sizes, lambda rngs: layer(moe, group, rngs=rngs), rngs=nnx.Rngs(options.seed))
 
 

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import kernels, primitives
@@ -55,6 +56,8 @@ class Exchange:
       call: what its kernels are told.
       has: which of the kind's operands there are.
       scale_format, dtype: of fp8: as `primitives.send_fp8` takes them.
+      eager: whether start does it all: outside of jit each of the two is a program of its own, which nothing can be
+        under way between.
     """
 
     kind: Kind
@@ -63,6 +66,7 @@ class Exchange:
     has: tuple[bool, ...]
     scale_format: ScaleFormat = "float32"
     dtype: Any = None
+    eager: bool = False
 
     @property
     def num_operands(self) -> int:
@@ -195,29 +199,39 @@ def _begin(exchange: Exchange, handle: Handle, operands: Arrays, others: Arrays)
     return [result for result in results if result is not None]
 
 
-def _start(*leaves: jax.Array, exchange: Exchange, at_once: bool) -> list[jax.Array]:
-    operands = leaves[: exchange.num_operands]
-
+def _start(*leaves: jax.Array, exchange: Exchange) -> list[jax.Array]:
     def by(what: Callable[..., list[jax.Array]], *leaves: jax.Array) -> list[jax.Array]:
         return what(exchange, exchange.handle_of(leaves), leaves[: exchange.num_operands], exchange.others_of(leaves))
 
     whole, begin = functools.partial(by, _whole), functools.partial(by, _begin)
-    if at_once or not _in_halves(exchange, leaves):
-        return [*operands, *whole(*leaves)]
-    return [*operands, *jax.lax.platform_dependent(*leaves, cuda=begin, default=whole)]
+    if not _in_halves(exchange, leaves):
+        return [*leaves[: exchange.num_operands], *whole(*leaves)]
+    leaves = _in_memory(leaves)
+    return [*leaves[: exchange.num_operands], *jax.lax.platform_dependent(*leaves, cuda=begin, default=whole)]
 
 
-def _done(*leaves: jax.Array, exchange: Exchange, at_once: bool) -> list[jax.Array]:
-    if at_once or not _in_halves(exchange, leaves):
+def _done(*leaves: jax.Array, exchange: Exchange) -> list[jax.Array]:
+    if not _in_halves(exchange, leaves):
         return _results(exchange, leaves)
 
     def end(*leaves: jax.Array) -> list[jax.Array]:
         # What the kernel reads: of a weighted combine not its operands, which are in the others.
         operands = leaves[: exchange.num_operands] if exchange.kind != "weighted" else ()
         read = (*operands, *exchange.others_of(leaves))
-        return list(kernels.done(exchange.handle_of(leaves), _results(exchange, leaves), read))
+        return list(_in_memory(kernels.done(exchange.handle_of(leaves), _results(exchange, leaves), read)))
 
+    passed_on = len(leaves) - exchange.num_others - HANDLE_ARRAYS
+    leaves = (*leaves[:passed_on], *_in_memory(leaves[passed_on:]))
     return jax.lax.platform_dependent(*leaves, cuda=end, default=lambda *leaves: _results(exchange, leaves))
+
+
+def _in_memory(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The arrays, each of them in memory by itself.
+
+    XLA has a custom call read a part of an array where it lies, and write one there. Start would read that, and done
+    be given a copy, with which nothing keeps the array itself until then; and done would have results of its own.
+    """
+    return tuple(jax.lax.optimization_barrier(tuple(arrays)))
 
 
 def _results(exchange: Exchange, leaves: Sequence[Any]) -> list[Any]:
@@ -235,7 +249,7 @@ def _pieces(handle: Handle, y: Any) -> int:
 
 
 def _in_halves(exchange: Exchange, leaves: Sequence[Any]) -> bool:
-    return _by_kernels(exchange.handle_of(leaves)) and exchange.kind != "tangent"
+    return _by_kernels(exchange.handle_of(leaves)) and exchange.kind != "tangent" and not exchange.eager
 
 
 def _types(*leaves: Any, exchange: Exchange) -> list[Any]:
@@ -379,17 +393,31 @@ def _lower(ctx: Any, *leaves: Any, exchange: Exchange, function: Callable[..., A
         ctx.module_context.add_keepalive(_Started())
         call = dataclasses.replace(exchange.call, site=f"{exchange.call.site}, start {number}")
         exchange = dataclasses.replace(exchange, call=call)
-    rule = mlir.lower_fun(functools.partial(function, at_once=False), multiple_results=True)
-    return rule(ctx, *leaves, exchange=exchange)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *leaves, exchange=exchange)
 
 
-_start_p, _done_p = Primitive("jax_ep_start"), Primitive("jax_ep_done")
+class _Half(Primitive):
+    """Start or done."""
+
+    multiple_results = True
+
+    def bind(self, *leaves: Any, exchange: Exchange) -> Any:
+        eager = exchange.eager or not any(map(_is_traced, leaves))
+        return super().bind(*leaves, exchange=dataclasses.replace(exchange, eager=eager))
+
+
+def _is_traced(leaf: Any) -> bool:
+    """Whether this is for a program that is compiled as a whole, also below a derivative."""
+    while hasattr(leaf, "primal"):
+        leaf = leaf.primal
+    return isinstance(leaf, pe.DynamicJaxprTracer)
+
+
+_start_p, _done_p = _Half("jax_ep_start"), _Half("jax_ep_done")
 for _primitive, _function, _abstract in ((_start_p, _start, _types), (_done_p, _done, _types_of_done)):
-    _primitive.multiple_results = True
     _primitive.def_abstract_eval(_abstract)
     mlir.register_lowering(_primitive, functools.partial(_lower, function=_function), cacheable=False)
-    # Outside of jit each primitive is a program of its own, which nothing can be under way between.
-    _primitive.def_impl(jax.jit(functools.partial(_function, at_once=True), static_argnames=("exchange",)))
+    _primitive.def_impl(jax.jit(_function, static_argnames=("exchange",)))
     batching.primitive_batchers[_primitive] = lambda args, dims, **static: refuse_vmap("start and done", dims)
 recompute(_start_p)
 ad.primitive_jvps[_start_p], ad.primitive_jvps[_done_p] = _start_jvp, _done_jvp

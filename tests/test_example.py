@@ -19,8 +19,8 @@ sys.path.insert(0, str(EXAMPLES))  # as Python does when it runs the script
 
 import compare  # noqa: E402
 import feed_forwards  # noqa: E402
+import model  # noqa: E402
 import text as text_module  # noqa: E402
-import tiled  # noqa: E402
 import train_moe  # noqa: E402
 import world  # noqa: E402
 from checkpoint import History  # noqa: E402
@@ -134,7 +134,9 @@ def refusal(main, capsys: pytest.CaptureFixture[str], *arguments: object) -> str
         ("--chunks 3", "--chunks: expected a divisor of the 256 bytes of a device, got 3; pass another"),
         ("--compare-overlap", "something that exchanges can run beside, got --shared 0 and --chunks 1; pass --shared"),
         ("--top-k 9", "--top-k: expected at most the 8 experts, got 9"),
-        ("--hidden 100", "--hidden: expected a multiple of twice the 4 heads, got 100; pass 104"),
+        ("--hidden 100", "--hidden: expected a multiple of twice the 4 heads, got 100; pass 104, other --heads, or a"),
+        ("--head-width 5", "--head-width: expected an even number, as positions turn pairs, got 5; pass 6"),
+        ("--grouped-matmul tiled --hidden 40", "--hidden: expected a multiple of 16 for tiles, got 40; pass 48"),
         ("--devices 9", "--devices: expected at most the 8 that XLA_FLAGS asks for, got 9"),
         ("--resume", "--resume: expected --checkpoint FOLDER with it, got none"),
         ("--compare-dense --capacity-factor 2", "expected float32 and no --capacity-factor, since a dense"),
@@ -393,24 +395,11 @@ def test_the_share_of_exchanges_is_of_the_time_that_the_gpu_is_busy() -> None:
     assert compare._share_of_exchanges(timeline.Timeline("step", ())) is None
 
 
-def test_a_tiled_matmul_is_the_product_with_the_weights_of_each_rows_group() -> None:
-    rng, sizes = np.random.default_rng(0), np.array([256, 0, 128, 384], np.int32)
-    rows, weights = rng.standard_normal((1024, 16), np.float32), rng.standard_normal((4, 16, 8), np.float32)
-    cotangent = rng.standard_normal((1024, 8), np.float32)
-    cotangent[sizes.sum() :] = 0  # nobody reads these rows
-
-    def scalar(rows: jax.Array, weights: jax.Array) -> jax.Array:
-        return (tiled.tiled_matmul(rows, weights, sizes) * cotangent).sum()
-
-    of_row = np.repeat(np.arange(4), sizes)
-    used, ct = rows[: sizes.sum()].astype(np.float64), cotangent[: sizes.sum()]
-    close = {"rtol": 1e-5, "atol": 1e-4}
-    product = tiled.tiled_matmul(jax.numpy.asarray(rows), weights, sizes)[: sizes.sum()]
-    np.testing.assert_allclose(product, np.einsum("ca,cab->cb", used, weights[of_row]), **close)
-    of_rows, of_weights = jax.grad(scalar, (0, 1))(rows, weights)
-    np.testing.assert_allclose(of_rows[: sizes.sum()], np.einsum("cb,cab->ca", ct, weights[of_row]), **close)
-    for group in range(4):
-        np.testing.assert_allclose(of_weights[group], used[of_row == group].T @ ct[of_row == group], **close)
+def test_heads_may_have_a_width_of_their_own() -> None:
+    sizes = model.ModelConfig(layers=1, hidden=36, heads=3, head_width=8, dtype="float32")
+    attention = model.Attention(sizes, rngs=nnx.Rngs(0))
+    assert attention.qkv.kernel.shape == (36, 3 * 24) and attention.out.kernel.shape == (24, 36)
+    assert attention(jax.numpy.ones((2, 5, 36))).shape == (2, 5, 36)
 
 
 def test_exchanges_beside_compute_train_as_a_dense_computation(main, tmp_path: Path) -> None:

@@ -257,6 +257,21 @@ def test_start_and_done_share_one_layout(name, make_group):
 
 
 @pytest.mark.parametrize("name", HALVES)
+def test_what_start_reads_and_done_gives_is_in_memory_by_itself(name, make_group):
+    """XLA has a call read a part of an array, and write one, where that lies: not through a barrier."""
+    program, _, options = HALVES[name]
+    _program, starts, dones = lowered(make_group(), program, **options)
+    barrier = "stablehlo.optimization_barrier"
+    for start, done in zip(starts, dones, strict=True):
+        assert {operand.owner.name for operand in (*start.operands, *done.operands)} <= {
+            barrier,
+            "stablehlo.custom_call",
+        }
+        assert {operand.owner.name for operand in start.operands} == {barrier}
+        assert {use.owner.name for result in done.results for use in result.uses} == {barrier}
+
+
+@pytest.mark.parametrize("name", HALVES)
 def test_nothing_is_converted_on_its_way_to_start(name, make_group):
     """A conversion would be an array of its own, and done would be given another one."""
     program, _, options = HALVES[name]

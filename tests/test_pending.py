@@ -45,6 +45,7 @@ from test_transforms import (
 )
 
 import jax_ep
+from jax_ep import halves
 
 pytestmark = pytest.mark.processes
 
@@ -145,7 +146,10 @@ def test_operation(operation, transform):
     check(operation, TRANSFORMS[transform], AxisType.Auto, True)
 
 
-@pytest.mark.parametrize("transform", ["value", "grad", "jvp", "linearize"])
+WITHOUT_JIT = ["value", "grad", "jvp", "linearize", "hessian-vector product", "remat", "scan with remat", "jit inside"]
+
+
+@pytest.mark.parametrize("transform", WITHOUT_JIT)
 def test_without_jit(transform):
     """Each primitive is a program of its own then, so start has to do it all."""
     x, index, weights = point()
@@ -156,6 +160,23 @@ def test_without_jit(transform):
         tokens, picks, of_picks = world.put(mesh, "ep", (x, index, weights))
         got = apply(lambda x, w: f(x, picks, w))(tokens, of_picks)
         assert_equal_trees(got, apply(lambda x, w: HALVED[0].dense(1, x, index, w))(x, weights))
+
+
+@pytest.mark.parametrize("transform", ["value", "grad", "jvp", "linearize"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["without jit", "jit"])
+def test_each_half_knows_whether_it_is_a_program_of_its_own(transform, jit, monkeypatch):
+    x, index, weights = point()
+    mesh = world.mesh(RANKS)
+    said: list[bool] = []
+    in_halves = halves._in_halves
+    monkeypatch.setattr(halves, "_in_halves", lambda e, leaves: said.append(e.eager) or in_halves(e, leaves))
+    with make_group(mesh) as group:
+        f = sharded(HALVED[0], mesh, group, True)
+        apply = MORE_TRANSFORMS[transform]
+        jax.block_until_ready(
+            jit(lambda x, i, w: apply(lambda x, w: f(x, i, w))(x, w))(*world.put(mesh, "ep", (x, index, weights)))
+        )
+    assert len(said) >= 4 and set(said) == {jit is not jax.jit}
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check_vma"])
@@ -256,6 +277,68 @@ def test_what_lies_between_may_be_of_any_type(wrap):
 
         placed = (*world.put(mesh, "ep", (x, index, weights)), world.put(mesh, (), scale))
         assert_equal_trees(step(f)(*placed), step(dense)(x, index, weights, scale))
+
+
+def test_parts_of_arrays():
+    """XLA has a custom call read a part of an array, and write one, where that lies: start and done must agree."""
+    layers, tokens, hidden = 3, 128, HIDDEN  # the parts begin at whole cache lines
+    halves = slice(0, tokens // 2), slice(tokens // 2, tokens)
+    rng = np.random.default_rng(0)
+    all_tokens = RANKS * tokens
+    x = rng.standard_normal((all_tokens, hidden)).astype(np.float32)
+    more = rng.standard_normal((layers, all_tokens, hidden)).astype(np.float32)
+    index = np.argsort(rng.random((layers, all_tokens, 4)), axis=-1)[..., :2].astype(np.int32)
+    weights = rng.random((layers, all_tokens, 2)).astype(np.float32)
+    mesh = world.mesh(RANKS)
+    options = {"max_tokens": tokens, "hidden": hidden, "num_experts": 4, "top_k": 2, "dtype": "float32"}
+    with jax_ep.create_group(mesh, "ep", **options) as group:
+
+        def exchange(part, more, index, weights):
+            pending = jax_ep.dispatch_start(more[part], index[part], weights[part], group=group)
+            first, pending = jax_ep.beside(pending, between, more[part])
+            rows = jax_ep.dispatch_done(pending)
+            pending = jax_ep.combine_start(rows.x, rows.handle, rows.weights)
+            second, pending = jax_ep.beside(pending, between, first)
+            return jax_ep.combine_done(pending), second
+
+        def layer(x, of_layer):
+            outs, seconds = zip(*(exchange(part, *of_layer) for part in halves), strict=True)
+            return x * jnp.concatenate(outs) + jnp.concatenate(seconds), outs
+
+        def dense(x, more, weights):
+            def layer(x, of_layer):
+                more, weights = of_layer
+                y = more * weights.sum(1, keepdims=True)
+                return x * y + between(between(more)), y
+
+            return jax.lax.scan(layer, x, (more, weights))
+
+        specs = P("ep"), P(None, "ep"), P(None, "ep"), P(None, "ep")
+        f = jax.shard_map(
+            lambda x, *stacked: jax.lax.scan(layer, x, stacked),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=(P("ep"), (P(None, "ep"), P(None, "ep"))),
+        )
+
+        def ours(x, more, index, weights):
+            last, (first, second) = f(x, more, index, weights)
+            by_rank = [half.reshape(layers, RANKS, -1, hidden) for half in (first, second)]
+            return last, jnp.concatenate(by_rank, axis=2).reshape(layers, all_tokens, hidden)
+
+        def step(f):
+            def total(x, more, weights):
+                last, each = f(x, more, weights)
+                return (last**2).sum() + (each**3).sum(), each
+
+            return jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True)
+
+        of_tokens = P(None, "ep")
+        placed = (world.put(mesh, "ep", x), *world.put(mesh, of_tokens, (more, index, weights)))
+        got = jax.jit(lambda x, more, index, weights: step(lambda x, m, w: ours(x, m, index, w))(x, more, weights))(
+            *placed
+        )
+        assert_equal_trees(got, jax.jit(step(dense))(x, more, weights))
 
 
 def test_linear_transpose_of_dispatch_and_of_combine(halved):

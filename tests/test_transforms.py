@@ -22,7 +22,7 @@ import jax_ep
 
 pytestmark = pytest.mark.processes
 
-RANKS, TOKENS, TOP_K, EXPERTS, HIDDEN = 2, 6, 3, 4, 16
+RANKS, TOKENS, TOP_K, EXPERTS, HIDDEN = world.at_most(2), 6, 3, 4, 16
 SLOPES = np.linspace(0.5, 2, EXPERTS).astype(np.float32)  # an expert is tanh(slope * x)
 CAPACITY = 11
 

@@ -49,6 +49,11 @@ def devices(count: int, on: str | None = None) -> list[jax.Device]:
     return in_turn[:count]
 
 
+def at_most(count: int) -> int:
+    """The ranks of a test that likes so many and can do with one, as on a machine with one GPU."""
+    return count if platform == "cpu" else min(count, len(jax.devices(platform)))
+
+
 def mesh(
     shape: tuple[int, ...] | int,
     axes: tuple[str, ...] = ("ep",),
