@@ -83,8 +83,11 @@ __device__ void AwaitCopiesOut() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until all copies out of this thread have read what they copy.
-inline __device__ void AwaitCopiesOutRead() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until the copies out of this thread, but those of its last `kPending` groups, have read what they copy.
+template <int kPending = 0>
+__device__ void AwaitCopiesOutRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 // 16 bytes of shared memory in one load. The compiler splits those of 16-bit elements otherwise, and then every bank
 // serves four lanes.

@@ -443,7 +443,7 @@ __device__ void Sum(const Job& job, Feed feed, Ring* state) {
       if (!Feed::kPushes && has_own) add_own();
       const int vectors = static_cast<int>(what >> 8);
       if (Feed::kPushes) {
-        if (lane == 0) AwaitCopiesOutRead();  // of the sum before
+        if (lane == 0) AwaitCopiesOutRead<>();  // of the sum before
         __syncwarp();
       }
       int4* to = Feed::kPushes ? kept : reinterpret_cast<int4*>(slot.to) + lane;

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/bulk_mover.cuh"
 #include "cuda/dispatch.h"
 #include "cuda/exchange.cuh"
 #include "cuda/fp8.cuh"
@@ -175,6 +176,11 @@ struct MoveBits {
   }
 };
 
+// The same by bulk copies: `Mover` has them.
+struct MoveInBulk {
+  static constexpr int kThreads = kDispatchThreads;
+};
+
 // Dequantises it.
 template <typename To>
 struct MoveDequantized {
@@ -269,8 +275,12 @@ __device__ void MoveScales(const DispatchArgs& a, const Picks& picks, int lane, 
   }
 }
 
-__device__ void MoveWeights(const DispatchArgs& a, const Picks& picks, int lane, const uint32_t* weights) {
-  const uint32_t weight = lane < a.top_k ? LoadPeerWord(weights + lane) : 0;
+// Of the lane's pick.
+__device__ uint32_t LoadWeight(const DispatchArgs& a, int lane, const uint32_t* weights) {
+  return lane < a.top_k ? LoadPeerWord(weights + lane) : 0;
+}
+
+__device__ void StoreWeight(const DispatchArgs& a, const Picks& picks, int lane, uint32_t weight) {
   if (a.order == RowOrder::kExpert) {
     if (picks.slot >= 0) a.row_weights[picks.slot] = weight;
   } else {
@@ -280,17 +290,92 @@ __device__ void MoveWeights(const DispatchArgs& a, const Picks& picks, int lane,
   }
 }
 
-// A piece of a token, of so many vectors, to this rank's rows of it, with what belongs to it.
+// A piece of a token: its vectors up to `end`.
+struct Piece {
+  int64_t token;
+  int number;
+  int first;
+  int end;
+
+  __device__ Piece(const DispatchArgs& a, int token, int piece, int piece_vectors)
+      : token(token),
+        number(piece),
+        first(piece * piece_vectors),
+        end(min(first + piece_vectors, a.hidden * BytesOf(a.wire) / 16)) {}
+};
+
+// Brings pieces of tokens to this rank's rows of them, with what belongs to them. Of a warp.
 template <typename Move>
-__device__ void MovePiece(const DispatchArgs& a, const Tokens& tokens, int64_t token, int piece, int piece_vectors,
-                          const Picks& picks, int lane) {
-  const float* scales = tokens.scales + token * ScaleBlocks(a.hidden);
-  const int first = piece * piece_vectors;
-  const int end = min(first + piece_vectors, a.hidden * BytesOf(a.wire) / 16);
-  Move::Move(a, picks, first + lane, end, tokens.vectors + token * tokens.stride, scales);
-  if (a.row_scales != nullptr) MoveScales(a, picks, lane, first * 16 / kScaleBlock, ScaleBlocks(end * 16), scales);
-  if (a.weights != nullptr && piece == 0) MoveWeights(a, picks, lane, tokens.weights + token * a.top_k);
-}
+class Mover {
+ public:
+  static constexpr int kRingBytes = 0;  // of shared memory, of a warp
+
+  __device__ Mover(const DispatchArgs& a, char*) : a_(a), lane_(static_cast<int>(threadIdx.x) % kWarpSize) {}
+
+  __device__ void Bring(const Tokens& tokens, const Piece& piece, const Picks& picks) {
+    const float* scales = tokens.scales + piece.token * ScaleBlocks(a_.hidden);
+    Move::Move(a_, picks, piece.first + lane_, piece.end, tokens.vectors + piece.token * tokens.stride, scales);
+    if (a_.row_scales != nullptr) {
+      MoveScales(a_, picks, lane_, piece.first * 16 / kScaleBlock, ScaleBlocks(piece.end * 16), scales);
+    }
+    if (a_.weights != nullptr && piece.number == 0) {
+      StoreWeight(a_, picks, lane_, LoadWeight(a_, lane_, tokens.weights + piece.token * a_.top_k));
+    }
+  }
+
+  // Until all of it is there.
+  __device__ void Finish() {}
+
+ private:
+  const DispatchArgs& a_;
+  const int lane_;
+};
+
+template <>
+class Mover<MoveInBulk> {
+ public:
+  static constexpr int kRingBytes = sizeof(BulkRing);
+
+  __device__ Mover(const DispatchArgs& a, char* ring)
+      : a_(a),
+        lane_(static_cast<int>(threadIdx.x) % kWarpSize),
+        bulk_(reinterpret_cast<BulkRing*>(ring), static_cast<char*>(a.rows),
+              min(a.hidden * BytesOf(a.wire), BulkRing::kLargest)) {}
+
+  __device__ void Bring(const Tokens& tokens, const Piece& piece, const Picks& picks) {
+    const bool is_row = picks.rows >> lane_ & 1;
+    const uint32_t vectors = a_.hidden * BytesOf(a_.wire) / 16;
+    const uint32_t place = is_row ? picks.slot * vectors + piece.first : BulkMover::kNowhere;
+    bulk_.Move(tokens.vectors + piece.token * tokens.stride + int64_t{piece.first} * 16, place,
+               (piece.end - piece.first) * 16);
+    if (a_.row_scales != nullptr) {
+      const float* scales = tokens.scales + piece.token * ScaleBlocks(a_.hidden);
+      MoveScales(a_, picks, lane_, piece.first * 16 / kScaleBlock, ScaleBlocks(piece.end * 16), scales);
+    }
+    if (a_.weights == nullptr || piece.number != 0) return;
+    StoreHeld();
+    weight_ = LoadWeight(a_, lane_, tokens.weights + piece.token * a_.top_k);
+    held_ = picks;
+  }
+
+  __device__ void Finish() {
+    StoreHeld();
+    bulk_.Finish();
+  }
+
+ private:
+  // The weights that were loaded for the token before: nobody has waited for them.
+  __device__ void StoreHeld() {
+    if (held_.picked != 0) StoreWeight(a_, held_, lane_, weight_);
+    held_.picked = 0;
+  }
+
+  const DispatchArgs& a_;
+  const int lane_;
+  BulkMover bulk_;
+  Picks held_{};
+  uint32_t weight_ = 0;
+};
 
 // Pieces of the tokens of some ranks.
 class Pieces {
@@ -343,7 +428,8 @@ class Pieces {
 // This rank's own tokens to its rows, from where they were given, or, if they had to be quantised, from staging, in the
 // pieces in which they were staged.
 template <typename Move>
-__device__ void MoveOwnTokens(const Peers& peers, const DispatchArgs& a, int64_t epoch, Progress* progress) {
+__device__ void MoveOwnTokens(const Peers& peers, const DispatchArgs& a, int64_t epoch, Progress* progress,
+                              Mover<Move>* mover) {
   const bool staged = a.from != a.wire;
   Tokens tokens = staged ? StagedTokens(peers, a, peers.rank, epoch) : GivenTokens(a);
   tokens.weights = a.weights;
@@ -361,13 +447,14 @@ __device__ void MoveOwnTokens(const Peers& peers, const DispatchArgs& a, int64_t
       known = chunks.Of(token);
       AwaitChunk(progress, peers.rank, known);
     }
-    MovePiece<Move>(a, tokens, token, piece, piece_vectors, picks, threadIdx.x % kWarpSize);
+    mover->Bring(tokens, Piece(a, token, piece, piece_vectors), picks);
   }
 }
 
 // The peers' tokens to this rank's rows; each as soon as its chunk is ready.
 template <typename Move>
-__device__ void PullTokens(const Peers& peers, const DispatchArgs& a, int64_t epoch, Progress* progress) {
+__device__ void PullTokens(const Peers& peers, const DispatchArgs& a, int64_t epoch, Progress* progress,
+                           Mover<Move>* mover) {
   const Chunks chunks(a.tokens);
   int peer = -1;   // whose tokens are known, and
   int known = -1;  // the last chunk of them that is known to be ready
@@ -390,8 +477,9 @@ __device__ void PullTokens(const Peers& peers, const DispatchArgs& a, int64_t ep
     if (chunks.Of(token) > known) {
       known = chunks.Of(token);
       AwaitChunk(progress, peer, known);
+      CopiesSeeWhatISee();
     }
-    MovePiece<Move>(a, tokens, token, piece, kPieceVectors, picks, threadIdx.x % kWarpSize);
+    mover->Bring(tokens, Piece(a, token, piece, kPieceVectors), picks);
   }
 }
 
@@ -495,7 +583,9 @@ template <typename Stage, typename Move>
 __global__ void __launch_bounds__(Move::kThreads, 1)
     Dispatch(__grid_constant__ const Peers peers, __grid_constant__ const Call call,
              __grid_constant__ const DispatchArgs a, int pulling_warps) {
-  extern __shared__ int32_t tables[];
+  extern __shared__ __align__(128) char shared[];
+  constexpr int kWorkers = WorkersOf(Move::kThreads);
+  auto* tables = reinterpret_cast<int32_t*>(shared + kWorkers * Mover<Move>::kRingBytes);
   __shared__ Progress progress;
   __shared__ Finished finished;
   Clear(&progress);
@@ -520,19 +610,20 @@ __global__ void __launch_bounds__(Move::kThreads, 1)
   const Padding padding = by_rank ? Padding{nullptr, nullptr} : PaddingOf(a, tables);
   __syncthreads();
   const int warp = threadIdx.x / kWarpSize;
-  constexpr int kWorkers = WorkersOf(Move::kThreads);
   if (warp < kWorkers) {
+    Mover<Move> mover(a, shared + warp * Mover<Move>::kRingBytes);
     if (warp >= pulling_warps) {
       const Crew crew = CrewOf(pulling_warps, kWorkers);
       if (stages) StageTokens<Stage>(peers, a, epoch, &finished);
-      MoveOwnTokens<Move>(peers, a, epoch, &progress);
+      MoveOwnTokens<Move>(peers, a, epoch, &progress, &mover);
       if (by_rank) {
         for (int64_t row = rows + crew.warp; row < a.capacity; row += crew.warps) ClearRow(a, row, crew.lane);
       } else {
         ClearExpertPadding(a, padding, crew);
       }
     }
-    PullTokens<Move>(peers, a, epoch, &progress);
+    PullTokens<Move>(peers, a, epoch, &progress, &mover);
+    mover.Finish();
   } else if (warp == kWorkers) {
     AnnounceChunks(&finished, pulling_warps, kWorkers, chunks, a.tokens, PiecesOf(a.hidden * BytesOf(a.from)),
                    stages ? 1 : 0, [&](int, int chunk) {
@@ -601,6 +692,16 @@ Kernel KernelOf(Element from, Element wire, Element to) {
   return nullptr;
 }
 
+// With more than a few SMs the link or memory is busy either way, and this one is no faster.
+constexpr Kernel kBulkKernel = Dispatch<StageBits, MoveInBulk>;
+constexpr int kBulkBytes = WorkersOf(kDispatchThreads) * Mover<MoveInBulk>::kRingBytes;
+constexpr int kSharedBytes = 226 * 1024;  // of an SM's 227 KB: the rest is for what is declared as shared
+
+bool BulkFits(const DispatchArgs& args, const Grid& grid, int table_bytes) {
+  const int64_t places = int64_t{args.capacity} * args.hidden * BytesOf(args.to) / 16;
+  return grid.in_bulk && kBulkBytes + table_bytes <= kSharedBytes && places < BulkMover::kNowhere;
+}
+
 // Warps of each block that pull from the start, of so many. Most of them, where nothing is staged. Else fewer: requests
 // that wait for the link hold up those of the warps that stage, for which the peers wait.
 int PullingWarps(const Peers& peers, const DispatchArgs& args, int num_sms, int workers) {
@@ -624,18 +725,24 @@ cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchA
                            cudaStream_t stream) {
   const bool plain = args.from == args.wire && args.wire == args.to;
   if (args.y != nullptr && !(plain && args.order == RowOrder::kExpert)) return cudaErrorInvalidValue;
-  const Kernel kernel = args.y != nullptr ? GradientKernelOf(args.from) : KernelOf(args.from, args.wire, args.to);
-  if (kernel == nullptr) return cudaErrorInvalidValue;
   const int table_bytes = 2 * (args.local_experts + 1) * static_cast<int>(sizeof(int32_t));
+  const bool in_bulk = plain && args.y == nullptr && BulkFits(args, grid, table_bytes);
+  const Kernel kernel = in_bulk             ? kBulkKernel
+                        : args.y != nullptr ? GradientKernelOf(args.from)
+                                            : KernelOf(args.from, args.wire, args.to);
+  if (kernel == nullptr) return cudaErrorInvalidValue;
   const int threads = args.y != nullptr ? kGradientThreads : kDispatchThreads;
-  return LaunchTogether(kernel, grid, threads, table_bytes, stream, peers, call, args,
+  return LaunchTogether(kernel, grid, threads, (in_bulk ? kBulkBytes : 0) + table_bytes, stream, peers, call, args,
                         PullingWarps(peers, args, grid.num_sms, WorkersOf(threads)));
 }
 
 cudaError_t LoadDispatchKernels() {
   constexpr Element kAll[] = {Element::kFloat32, Element::kBFloat16, Element::kFloat16, Element::kFloat8};
   cudaFuncAttributes attributes;
-  cudaError_t error = cudaSuccess;
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kBulkKernel);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kBulkKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  }
   for (const Element from : kAll) {
     const Kernel gradient = GradientKernelOf(from);
     if (gradient != nullptr && error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, gradient);

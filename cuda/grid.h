@@ -9,7 +9,11 @@ namespace jax_ep {
 struct Grid {
   int num_sms;            // blocks, one an SM
   bool in_pairs = false;  // whether they take SMs by pairs, as matmuls that run beside them do
+  bool in_bulk = false;   // whether a dispatch that only copies does so by bulk copies: for few SMs
 };
+
+// Up to so many, a dispatch by bulk copies is the faster one (docs/kernels.md).
+inline constexpr int kFewSms = 32;
 
 // What a dispatch or a combine takes between start and done where nobody says how many SMs: as many as keep up with the
 // link, which `per_copy` SMs do for each copy of a token that is read or written; but an eighth to a quarter of the

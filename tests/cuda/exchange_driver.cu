@@ -655,8 +655,8 @@ class DispatchOperation : public Operation {
     args.y_weights = arrays.y_weights.data<float>();
     args.dots = arrays.dots.data<float>();
     args.lends = (call.tag + rank) % 2 == 0;  // each rank for itself: peers find it either way
-    const cudaError_t error =
-        LaunchDispatch(group_.of_rank[rank], call, args, {num_sms_, num_sms_ % 4 == 0}, group_.stream[rank]);
+    const cudaError_t error = LaunchDispatch(group_.of_rank[rank], call, args,
+                                             {num_sms_, num_sms_ % 4 == 0, num_sms_ % 2 == 0}, group_.stream[rank]);
     if (error != cudaSuccess) return error;
     // Peers may have been lent these: a dispatch does not end before they have read them.
     const DeviceBytes& x = arrays.x;

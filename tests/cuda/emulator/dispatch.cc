@@ -2,6 +2,6 @@
 
 #include "tests/cuda/emulator/shared_array.h"
 
-EMULATOR_SHARED_ARRAY(int32_t, tables)
+EMULATOR_SHARED_ARRAY(char, shared)
 
 #include "cuda/dispatch.cu"

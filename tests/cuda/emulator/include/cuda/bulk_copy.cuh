@@ -25,7 +25,10 @@ template <int kPending>
 void AwaitCopiesOut() {
   emulator::AwaitCopiesOut(kPending);
 }
-inline void AwaitCopiesOutRead() { emulator::AwaitCopiesOut(0); }
+template <int kPending = 0>
+void AwaitCopiesOutRead() {
+  emulator::AwaitCopiesOut(kPending);
+}
 
 inline int4 LoadShared(const void* p) { return *static_cast<const int4*>(p); }
 
