@@ -692,7 +692,6 @@ Kernel KernelOf(Element from, Element wire, Element to) {
   return nullptr;
 }
 
-// With more than a few SMs the link or memory is busy either way, and this one is no faster.
 constexpr Kernel kBulkKernel = Dispatch<StageBits, MoveInBulk>;
 constexpr int kBulkBytes = WorkersOf(kDispatchThreads) * Mover<MoveInBulk>::kRingBytes;
 constexpr int kSharedBytes = 226 * 1024;  // of an SM's 227 KB: the rest is for what is declared as shared
@@ -715,8 +714,7 @@ int PullingWarps(const Peers& peers, const DispatchArgs& args, int num_sms, int 
 }  // namespace
 
 int DispatchSms(const DispatchArgs& args, int device_sms) {
-  const bool copies = args.from == args.wire && args.wire == args.to && args.y == nullptr;
-  return std::max(1, device_sms * (copies && !args.lends ? 2 : 3) / 4);
+  return std::max(1, device_sms * (OnlyCopies(args) && !args.lends ? 2 : 3) / 4);
 }
 
 int DispatchPieces(int64_t row_bytes) { return PiecesOf(static_cast<int>(row_bytes)); }
@@ -726,7 +724,7 @@ cudaError_t LaunchDispatch(const Peers& peers, const Call& call, const DispatchA
   const bool plain = args.from == args.wire && args.wire == args.to;
   if (args.y != nullptr && !(plain && args.order == RowOrder::kExpert)) return cudaErrorInvalidValue;
   const int table_bytes = 2 * (args.local_experts + 1) * static_cast<int>(sizeof(int32_t));
-  const bool in_bulk = plain && args.y == nullptr && BulkFits(args, grid, table_bytes);
+  const bool in_bulk = OnlyCopies(args) && BulkFits(args, grid, table_bytes);
   const Kernel kernel = in_bulk             ? kBulkKernel
                         : args.y != nullptr ? GradientKernelOf(args.from)
                                             : KernelOf(args.from, args.wire, args.to);

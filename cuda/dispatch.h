@@ -43,6 +43,11 @@ struct DispatchArgs {
   bool lends = false;  // whether peers can read x, scales and weights where they are: then nothing is staged
 };
 
+// Whether rows are tokens as they were given.
+inline bool OnlyCopies(const DispatchArgs& args) {
+  return args.from == args.wire && args.wire == args.to && args.y == nullptr;
+}
+
 // SMs that a dispatch takes of a device's where nobody says how many: docs/kernels.md.
 int DispatchSms(const DispatchArgs& args, int device_sms);
 

@@ -26,6 +26,7 @@ inline Grid GridBeside(int64_t tokens, int64_t rows, int per_copy, int device_sm
   return {sms > 1 ? sms / 2 * 2 : 1, true};
 }
 
+inline constexpr int kBulkDispatchSmsPerCopy = 4;
 inline constexpr int kDispatchSmsPerCopy = 6;
 inline constexpr int kCombineSmsPerCopy = 8;
 

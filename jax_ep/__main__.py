@@ -116,6 +116,7 @@ def _add_overlap_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--sms", type=int, nargs="+", default=[0, 8, 16, 32], help="SMs of a kernel; 0: by the formula")
+    parser.add_argument("--row-orders", nargs="+", choices=("expert", "rank"), default=["expert", "rank"])
     parser.add_argument("--timelines", action=argparse.BooleanOptionalAction, default=True, help="by JAX's profiler")
     parser.add_argument("--implementation", choices=("auto", "cuda", "reference"), default="auto")
     parser.add_argument("--runs", type=int, default=15)
@@ -129,6 +130,7 @@ def _bench_overlap(options: argparse.Namespace) -> int:
         sizes=[workload.Sizes(tokens, options.hidden, options.experts, options.top_k) for tokens in options.tokens],
         intermediates=options.intermediate,
         sms=options.sms,
+        row_orders=options.row_orders,
         implementation=options.implementation,
         runs=options.runs,
         with_timelines=options.timelines,

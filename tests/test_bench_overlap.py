@@ -30,15 +30,16 @@ def workload() -> Workload:
     return Workload(SIZES, calls=1)
 
 
+@pytest.mark.parametrize("order", ["expert", "rank"])
 @pytest.mark.parametrize("number", [0, 1], ids=["dispatch", "combine"])
-def test_at_once_gives_the_exchange_and_the_matmul(workload, number):
+def test_at_once_gives_the_exchange_and_the_matmul(workload, number, order):
     matmul = overlap.make_matmul(workload, 4)
     rows, gate, up, down = (np.asarray(each, np.float64).reshape(workload.ranks, -1, each.shape[-1]) for each in matmul)
     gated = np.einsum("rah,rhf->raf", rows, gate)
     inner = gated / (1 + np.exp(-gated)) * np.einsum("rah,rhf->raf", rows, up)
     wanted = np.einsum("raf,rfh->rah", inner, down)
-    with workload.group("expert", "reference") as group:
-        exchange = list(overlap.exchanges(workload, group))[number]
+    with workload.group(order, "reference") as group:
+        exchange = list(overlap.exchanges(workload, group, order))[number]
         whole = workload.spread(exchange.whole)(*exchange.operands)
         moved, product = workload.spread(overlap.beside(exchange, 0))(*exchange.operands, *matmul)
     np.testing.assert_array_equal(moved, whole)
@@ -64,13 +65,14 @@ def test_the_command_writes_all_of_it(tmp_path):
     results = record.read(path).results
     by_op = {op: [r for r in results if r.op == op] for op in ("dispatch", "combine", "matmul")}
     both = {op: [r for r in results if r.op == f"{op}+matmul"] for op in ("dispatch", "combine")}
-    # Whole, by halves with each number of SMs, XLA's; with each matmul in turn, at once with each number, XLA's.
-    assert [len(by_op[op]) for op in ("dispatch", "combine", "matmul")] == [4, 4, 2]
-    assert [len(both[op]) for op in both] == [8, 8]
-    assert [r.num_sms for r in both["dispatch"]] == [None, None, 3, None] * 2
+    # Whole, by halves with each number of SMs, XLA's once; with each matmul in turn, at once with each number, XLA's.
+    assert [len(by_op[op]) for op in ("dispatch", "combine", "matmul")] == [7, 7, 2]
+    assert [len(both[op]) for op in both] == [14, 14]
+    assert [r.num_sms for r in both["dispatch"]] == [None, None, 3, None, None, None, 3] * 2
     for op, peer in (("dispatch", "xla all_gather"), ("combine", "xla psum_scatter")):
-        assert [r.implementation for r in both[op]] == ["reference", "reference", "reference", peer] * 2
-        assert ["experts of 4 on" in r.note for r in both[op]] == [True] * 4 + [False] * 4
+        assert [r.implementation for r in both[op]] == [*["reference"] * 3, peer, *["reference"] * 3] * 2
+        assert [r.row_order for r in both[op]] == [*["expert"] * 4, *["rank"] * 3] * 2
+        assert ["experts of 4 on" in r.note for r in both[op]] == [True] * 7 + [False] * 7
     assert all(not each.kernels for each in record.read(path).timelines)  # the profiler sees no GPU here
 
 
@@ -123,6 +125,7 @@ def test_kernels_have_the_colour_of_their_kind():
         "ncclDevKernel_AllGather_RING_LL": "collective of XLA",
         "nvjet_sm90_tst_128x160": "matmul",
         "gemm_fusion_dot_4": "matmul",
+        "grouped_matmul__1": "matmul",
         "loop_multiply_fusion": "anything else",
     }
     assert {name: timeline_plot.kind_of(Kernel(name, 1, 0, 1)) for name in names} == names
@@ -134,9 +137,11 @@ def test_bars_are_medians_beside_the_matmul_alone():
     figure = overlap_plot.draw(whole)
     titles = [axes.get_title("left").split(";")[0] for axes in figure.axes]
     shapes = [f"gated experts of {width} on 32768 rows a rank" for width in (512, 2048)]
-    assert titles == [f"{op} and a matmul, {shape}" for shape in shapes for op in ("dispatch", "combine")]
+    assert titles == [
+        f"{op} in expert order and a matmul, {shape}" for shape in shapes for op in ("dispatch", "combine")
+    ]
     for axes, title in zip(figure.axes, titles, strict=True):
-        op, shape = title.split(" and a matmul, ")
+        op, shape = title.split(" in expert order and a matmul, ")
         bars = sorted((bar.get_y(), bar.get_width()) for bar in axes.patches)[::-1]
         wanted = [r.median_us for r in whole.results if r.op == f"{op}+matmul" and r.note.endswith(shape)]
         assert [width for _, width in bars] == wanted

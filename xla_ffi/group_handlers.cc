@@ -210,9 +210,9 @@ ffi::Error DispatchImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint
   // What is quantised on the way has to be staged: then the driver need not be asked.
   args.lends = args.from == args.wire && PeersCanRead(group->rank, {args.x, args.scales, args.weights});
   const int device_sms = group->rank.device_sms;
-  Grid grid =
-      group->GridOf(kWhere == Where::kSide ? GridBeside(args.tokens, args.capacity, kDispatchSmsPerCopy, device_sms)
-                                           : Grid{DispatchSms(args, device_sms)});
+  const int per_copy = OnlyCopies(args) ? kBulkDispatchSmsPerCopy : kDispatchSmsPerCopy;
+  Grid grid = group->GridOf(kWhere == Where::kSide ? GridBeside(args.tokens, args.capacity, per_copy, device_sms)
+                                                   : Grid{DispatchSms(args, device_sms)});
   grid.in_bulk = grid.num_sms <= kFewSms;
   return LaunchOn(
       kWhere, *group, stream, args.rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -18,6 +19,7 @@ from jax_ep.bench import timeline
 from jax_ep.bench.record import Result
 from jax_ep.bench.timing import time_runs
 from jax_ep.bench.workload import AXIS, Sizes, Workload
+from jax_ep.config import ROW_ORDERS, RowOrder
 
 IN_A_CHAIN = 8  # calls of one program, each behind the one before
 PROGRAMS = 3  # one behind the other, of which one time is the mean
@@ -32,6 +34,7 @@ class Plan:
       sizes: of the exchange.
       intermediates: F of the matmul: gated experts of so many hidden units on T · K rows.
       sms: of the kernel between start and done; 0 leaves them to the group.
+      row_orders: of the exchange. What XLA offers is measured once, whatever they are.
       implementation: as `create_group` takes it.
       runs: times that each median is of.
       with_timelines: whether to take a profiler's timeline, too, of the first of the sizes and of the matmuls.
@@ -40,23 +43,40 @@ class Plan:
     sizes: Sequence[Sizes]
     intermediates: Sequence[int] = (2048,)
     sms: Sequence[int] = (0,)
+    row_orders: Sequence[RowOrder] = ROW_ORDERS
     implementation: str = "auto"
     runs: int = 15
     with_timelines: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
+class Peer:
+    """A collective of XLA's."""
+
+    name: str
+    function: Callable[[jax.Array], jax.Array]
+    operand: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One to put beside a matmul: whole and in halves, of jax_ep; and a collective of XLA's in the same role."""
+    """One to put beside a matmul, whole and in halves.
+
+    Attributes:
+      op, group, row_order: which it is.
+      operands: of a rank, spread over the devices.
+      whole, start, done: what is done with them.
+      peer: a collective of XLA's in the same role; None where it is measured elsewhere.
+    """
 
     op: str
+    group: jax_ep.Group
+    row_order: RowOrder
     operands: tuple[Any, ...]
     whole: Callable[..., jax.Array]
     start: Callable[..., jax_ep.Pending]
     done: Callable[[jax_ep.Pending], jax.Array]
-    peer_name: str
-    peer: Callable[[jax.Array], jax.Array]
-    peer_operand: jax.Array
+    peer: Peer | None
 
 
 def measure(plan: Plan) -> tuple[list[Result], list[timeline.Timeline]]:
@@ -65,15 +85,24 @@ def measure(plan: Plan) -> tuple[list[Result], list[timeline.Timeline]]:
     timelines: list[timeline.Timeline] = []
     for sizes in plan.sizes:
         workload = Workload(sizes, 1)
-        with workload.group("expert", plan.implementation) as group:
-            both = list(exchanges(workload, group))
-            for exchange in both:
-                results += measure_alone(workload, plan, exchange, group.implementation)
+        with contextlib.ExitStack() as groups:
+            several = [
+                exchange
+                for order in plan.row_orders
+                for exchange in exchanges(
+                    workload,
+                    groups.enter_context(workload.group(order, plan.implementation)),
+                    order,
+                    with_peers=order == plan.row_orders[0],
+                )
+            ]
+            for exchange in several:
+                results += measure_alone(workload, plan, exchange)
             for intermediate in plan.intermediates:
                 matmul = make_matmul(workload, intermediate)
                 results += measure_matmul(workload, plan, matmul)
-                for exchange in both:
-                    results += measure_beside(workload, plan, exchange, matmul, group.implementation)
+                for exchange in several:
+                    results += measure_beside(workload, plan, exchange, matmul)
                     if plan.with_timelines and (sizes, intermediate) == (plan.sizes[0], plan.intermediates[0]):
                         timelines += take_timelines(workload, plan, exchange, matmul)
     return results, timelines
@@ -95,30 +124,29 @@ def experts(rows: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) ->
     return (jax.nn.silu(rows @ gate) * (rows @ up)) @ down
 
 
-def exchanges(workload: Workload, group: jax_ep.Group) -> Iterator[Exchange]:
-    """Dispatch and combine of expert-order rows by a handle at hand."""
-    handle = workload.spread(functools.partial(jax_ep.layout, group=group))(workload.index)
+def exchanges(
+    workload: Workload, group: jax_ep.Group, row_order: RowOrder, with_peers: bool = True
+) -> Iterator[Exchange]:
+    """Dispatch and combine by a handle at hand."""
+    handle = workload.spread(functools.partial(jax_ep.layout, group=group, row_order=row_order))(workload.index)
     (x, *_) = workload.tokens
     yield Exchange(
         "dispatch",
+        group,
+        row_order,
         (x, handle),
         lambda x, handle, **sms: jax_ep.dispatch(x, handle=handle, **sms).x,
         lambda x, handle, **sms: jax_ep.dispatch_start(x, handle=handle, **sms),
         lambda pending: jax_ep.dispatch_done(pending).x,
-        "xla all_gather",
-        lambda x: jax.lax.all_gather(x, AXIS, tiled=True),
-        x,
+        Peer("xla all_gather", lambda x: jax.lax.all_gather(x, AXIS, tiled=True), x) if with_peers else None,
     )
     rows = workload.spread(lambda x, handle: jax_ep.dispatch(x, handle=handle).x)(x, handle)
+    peer = None
+    if with_peers:
+        sums = workload.spread(lambda x: jnp.tile(x, (workload.ranks, 1)))(x)
+        peer = Peer("xla psum_scatter", lambda sums: jax.lax.psum_scatter(sums, AXIS, tiled=True), sums)
     yield Exchange(
-        "combine",
-        (rows, handle),
-        jax_ep.combine,
-        jax_ep.combine_start,
-        jax_ep.combine_done,
-        "xla psum_scatter",
-        lambda sums: jax.lax.psum_scatter(sums, AXIS, tiled=True),
-        workload.spread(lambda x: jnp.tile(x, (workload.ranks, 1)))(x),
+        "combine", group, row_order, (rows, handle), jax_ep.combine, jax_ep.combine_start, jax_ep.combine_done, peer
     )
 
 
@@ -149,16 +177,18 @@ def time_chained(workload: Workload, function: Callable[..., Any], operands: Seq
     return [seconds / (PROGRAMS * IN_A_CHAIN) for seconds in time_runs(programs, [tuple(operands)], runs=runs)]
 
 
-def measure_alone(workload: Workload, plan: Plan, exchange: Exchange, implementation: str) -> Iterator[Result]:
+def measure_alone(workload: Workload, plan: Plan, exchange: Exchange) -> Iterator[Result]:
     """An exchange whole and in halves, and XLA's collective in its place, with nothing beside."""
     timed = functools.partial(time_chained, workload, runs=plan.runs)
-    result = functools.partial(workload.result, op=exchange.op, row_order="expert")
-    yield result(timed(exchange.whole, exchange.operands), implementation=implementation, note="whole, alone")
+    result = functools.partial(workload.result, op=exchange.op, row_order=exchange.row_order)
+    ours = functools.partial(result, implementation=exchange.group.implementation)
+    yield ours(timed(exchange.whole, exchange.operands), note="whole, alone")
     for sms in plan.sms:
         seconds = timed(_alone(exchange, sms), exchange.operands)
-        yield result(seconds, implementation=implementation, num_sms=sms or None, note="start and done, alone")
-    seconds = timed(exchange.peer, (exchange.peer_operand,))
-    yield result(seconds, implementation=exchange.peer_name, note="alone; not the whole operation")
+        yield ours(seconds, num_sms=sms or None, note="start and done, alone")
+    if peer := exchange.peer:
+        seconds = timed(peer.function, (peer.operand,))
+        yield result(seconds, implementation=peer.name, note="alone; not the whole operation")
 
 
 def measure_matmul(workload: Workload, plan: Plan, matmul: Sequence[jax.Array]) -> Iterator[Result]:
@@ -184,30 +214,31 @@ def describe(matmul: Sequence[jax.Array]) -> str:
     return f"gated experts of {gate[1]} on {rows[0]} rows a rank"
 
 
-def measure_beside(
-    workload: Workload, plan: Plan, exchange: Exchange, matmul: Sequence[jax.Array], implementation: str
-) -> Iterator[Result]:
+def measure_beside(workload: Workload, plan: Plan, exchange: Exchange, matmul: Sequence[jax.Array]) -> Iterator[Result]:
     """An exchange with the matmul."""
     n, shapes = len(exchange.operands), describe(matmul)
     timed = functools.partial(time_chained, workload, runs=plan.runs)
-    result = functools.partial(workload.result, op=f"{exchange.op}+matmul", row_order="expert")
+    result = functools.partial(workload.result, op=f"{exchange.op}+matmul", row_order=exchange.row_order)
 
     def in_turn(*operands: Any) -> Any:
         moved, rest = jax.lax.optimization_barrier((exchange.whole(*operands[:n]), operands[n:]))
         return moved, experts(*rest)
 
-    ours = functools.partial(result, implementation=implementation)
+    ours = functools.partial(result, implementation=exchange.group.implementation)
     yield ours(timed(in_turn, (*exchange.operands, *matmul)), note=f"one after the other, the exchange whole: {shapes}")
     for sms in plan.sms:
         seconds = timed(beside(exchange, sms), (*exchange.operands, *matmul))
         yield ours(seconds, num_sms=sms or None, note=f"at once, the matmul between start and done: {shapes}")
 
-    def peer_at_once(operand: jax.Array, *rest: jax.Array) -> Any:
-        return exchange.peer(operand), experts(*rest)
+    if (peer := exchange.peer) is None:
+        return
 
-    seconds = timed(peer_at_once, (exchange.peer_operand, *matmul))
+    def peer_at_once(operand: jax.Array, *rest: jax.Array) -> Any:
+        return peer.function(operand), experts(*rest)
+
+    seconds = timed(peer_at_once, (peer.operand, *matmul))
     note = f"as XLA schedules the two, which do not depend on each other; not the whole operation: {shapes}"
-    yield result(seconds, implementation=exchange.peer_name, note=note)
+    yield result(seconds, implementation=peer.name, note=note)
 
 
 def _alone(exchange: Exchange, sms: int) -> Callable[..., jax.Array]:
@@ -235,5 +266,6 @@ def take_timelines(
     """What ran when on one device, of two calls in a chain."""
     for sms in plan.sms:
         program = chained(workload, beside(exchange, sms), calls=2)
-        name = f"{exchange.op} beside the matmul, {f'{sms} SMs' if sms else 'SMs of the formula'}"
+        which = f"{exchange.op} in {exchange.row_order} order beside the matmul"
+        name = f"{which}, {f'{sms} SMs' if sms else 'SMs of the formula'}"
         yield timeline.take(name, functools.partial(program, *exchange.operands, *matmul))

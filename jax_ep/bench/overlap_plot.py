@@ -19,18 +19,20 @@ def is_beside(result: Result) -> bool:
 
 def draw(record: Record) -> Figure:
     """Medians of what takes an exchange and a matmul together, with the matmul alone as a line."""
-    panels: dict[tuple[str, str], list[Result]] = {}
+    panels: dict[tuple[str, str, str], list[Result]] = {}
     for result in filter(is_beside, record.results):
-        panels.setdefault((result.op, matmul_of(result)), []).append(result)
+        panels.setdefault((result.op, result.row_order, matmul_of(result)), []).append(result)
     alone = {matmul_of(r): r.median_us for r in record.results if r.op == "matmul" and r.note.startswith("alone")}
     most = max(map(len, panels.values()))
     figure = Figure(figsize=(10, (0.28 * most + 0.9) * len(panels)), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False).reshape(-1)
-    for axes, ((op, matmul), results) in zip(grid, panels.items(), strict=True):
+    for axes, ((op, order, matmul), results) in zip(grid, panels.items(), strict=True):
         _draw_panel(axes, results, alone.get(matmul))
         first = results[0]
         sizes = f"R={first.ranks}, T={first.tokens}, H={first.hidden}, K={first.top_k}, E={first.num_experts}"
-        axes.set_title(f"{op.removesuffix(WITH)} and a matmul, {matmul}; {sizes}", loc="left", fontsize=9)
+        axes.set_title(
+            f"{op.removesuffix(WITH)} in {order} order and a matmul, {matmul}; {sizes}", loc="left", fontsize=9
+        )
     grid[-1].set_xlabel("µs: median, p10 to p90; the line is the matmul alone", fontsize=8)
     return figure
 

@@ -13,7 +13,7 @@ from jax_ep.bench.timeline import Kernel, Timeline
 KINDS = {
     "exchange of jax_ep": ("tab:orange", ("jax_ep::",)),
     "collective of XLA": ("tab:green", ("nccl",)),
-    "matmul": ("tab:blue", ("gemm", "nvjet", "cutlass", "wgmma")),
+    "matmul": ("tab:blue", ("gemm", "nvjet", "cutlass", "wgmma", "matmul")),
     "anything else": ("tab:gray", ("",)),
 }
 """Colours, and what names of kernels have in them: the first kind that fits."""
