@@ -17,6 +17,8 @@ constexpr int kPieceBytes = 3584;
 constexpr int kSteps = kPieceBytes / 16 / kWarpSize;  // vectors of 16 bytes of a lane
 constexpr int kRingSlots = 3;
 
+__host__ __device__ constexpr int PiecesOf(int row_bytes) { return (row_bytes + kPieceBytes - 1) / kPieceBytes; }
+
 // What a slot of the ring is for.
 enum : uint32_t {
   kCopied = 1,     // a piece was copied there; else the slot only says something
@@ -186,7 +188,7 @@ class RowsForPeers {
   __device__ void TakeItem() {
     const CombineArgs& a = job_.a;
     const int each = a.tokens * job_.pieces;
-    next_ = queue_.Next();
+    next_ = queue_.Next() * job_.a.together;
     for (; next_ - before_ >= each && peer_ != job_.peers.rank; NextPeer()) before_ += each;
     next_slot_ = -1;
     if (peer_ == job_.peers.rank || lane_ >= a.top_k) return;
@@ -194,6 +196,13 @@ class RowsForPeers {
   }
 
   __device__ bool Advance() {
+    if (++item_ < end_) {  // the next piece of the same token
+      ++piece_;
+      what_ = VectorsOf(job_, piece_) << 8 | (what_ & kWrites);
+      to_ += kPieceBytes;
+      rows_.Start(job_, rows_.row);
+      return true;
+    }
     if (peer_ == job_.peers.rank) return false;
     const CombineArgs& a = job_.a;
     const BufferLayout& layout = job_.peers.layout;
@@ -202,6 +211,7 @@ class RowsForPeers {
     const int slot = next_slot_;
     piece_ = (next_ - before_) % job_.pieces;
     item_ = next_;
+    end_ = next_ + job_.a.together;
     const unsigned picked = rows_.Start(job_, slot);
     TakeItem();
     what_ = VectorsOf(job_, piece_) << 8;
@@ -231,6 +241,7 @@ class RowsForPeers {
   int next_slot_ = -1;  // of the lane's pick in it
   // Of the present item:
   int item_ = 0;
+  int end_ = 0;  // of what was taken at once
   int piece_ = 0;
   Rows rows_{};
   char* to_ = nullptr;
@@ -282,7 +293,7 @@ class TermsOfOwn {
   // The item that comes next, and the lane's slot in it: loaded long before it is needed.
   __device__ void TakeItem() {
     const CombineArgs& a = job_.a;
-    next_ = queue_.Next();
+    next_ = queue_.Next() * job_.a.together;
     if (next_ >= a.tokens * job_.pieces) next_ = -1;
     next_slot_ = -1;
     if (next_ < 0 || lane_ >= a.top_k) return;
@@ -303,9 +314,19 @@ class TermsOfOwn {
   }
 
   __device__ bool Advance() {
+    if (++piece_ < end_) {  // the next one of the same token
+      to_ += kPieceBytes;
+      what_ = VectorsOf(job_, piece_) << 8 | kWrites;
+      rows_.Start(job_, rows_.row);
+      if (lane_ < count_) from_ += kPieceBytes;
+      taken_ = 0;
+      done_ = false;
+      return true;
+    }
     if (next_ < 0) return false;
     token_ = next_ / job_.pieces;
     piece_ = next_ - token_ * job_.pieces;
+    end_ = piece_ + job_.a.together;
     rows_.Start(job_, next_slot_);
     TakeItem();
     to_ = static_cast<char*>(job_.a.out) + int64_t{token_} * job_.row_bytes + piece_ * kPieceBytes;
@@ -366,6 +387,7 @@ class TermsOfOwn {
   bool done_ = true;
   int token_ = 0;
   int piece_ = 0;
+  int end_ = 0;  // of the pieces that were taken at once
   Rows rows_{};
   char* to_ = nullptr;
   uint32_t what_ = 0;
@@ -504,7 +526,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
                 epoch,
                 Chunks(a.tokens),
                 row_bytes,
-                (row_bytes + kPieceBytes - 1) / kPieceBytes,
+                PiecesOf(row_bytes),
                 BufferLayout::StrideOf(peers.layout.row_bytes())};
   if (warp == kCombineWarps) {
     const int rank = peers.rank;
@@ -545,8 +567,22 @@ cudaError_t Load() {
 
 int CombineSms(int device_sms) { return std::max(1, device_sms * 3 / 4); }
 
+int CombinePieces(int64_t row_bytes) { return PiecesOf(static_cast<int>(row_bytes)); }
+
+int CombineTogether(int64_t tokens, int64_t row_bytes, int num_sms) {
+  constexpr int kLeastTurns = 16;  // of a warp, so that all end at about the same time
+  const int pieces = CombinePieces(row_bytes);
+  const int64_t most = tokens * pieces / (int64_t{kLeastTurns} * kCombineWarps * num_sms);
+  int together = static_cast<int>(std::clamp<int64_t>(most, 1, pieces));
+  while (pieces % together != 0) --together;
+  return together;
+}
+
 cudaError_t LaunchCombine(const Peers& peers, const Call& call, const CombineArgs& args, const Grid& grid,
                           cudaStream_t stream) {
+  if (args.together < 1 || CombinePieces(int64_t{args.hidden} * BytesOf(args.element)) % args.together != 0) {
+    return cudaErrorInvalidValue;
+  }
   switch (args.element) {
     case Element::kFloat32:
       return Launch<float>(peers, call, args, grid, stream);

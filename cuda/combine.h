@@ -27,10 +27,16 @@ struct CombineArgs {
   const int32_t* slots;       // [ranks, tokens, top_k]
   void* out;                  // [tokens, hidden]
   uint32_t* pick_words;       // [tokens, top_k]: the words that came, 0 for picks without a row
+  int together = 1;           // pieces of a token that a warp takes at once: a divisor of CombinePieces
 };
 
 // SMs that a combine takes of a device's where nobody says how many: docs/kernels.md.
 int CombineSms(int device_sms);
+
+// In how many pieces a token is summed, and how many of them are best taken at once by so many SMs: with each taking a
+// warp waits for the queue and for what it reads of the token, so as many as leave all warps enough turns.
+int CombinePieces(int64_t row_bytes);
+int CombineTogether(int64_t tokens, int64_t row_bytes, int num_sms);
 
 cudaError_t LaunchCombine(const Peers& peers, const Call& call, const CombineArgs& args, const Grid& grid,
                           cudaStream_t stream);

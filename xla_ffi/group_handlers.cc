@@ -268,6 +268,7 @@ ffi::Error CombineImpl(cudaStream_t stream, int64_t serial, int64_t fingerprint,
   const Grid grid =
       group->GridOf(kWhere == Where::kSide ? GridBeside(args.tokens, capacity, kCombineSmsPerCopy, device_sms)
                                            : Grid{CombineSms(device_sms)});
+  args.together = CombineTogether(args.tokens, row_bytes, grid.num_sms);
   return LaunchOn(kWhere, *group, stream, args.out, {args.rows, args.row_weights, args.row_words, args.slots},
                   [&](cudaStream_t on) { return LaunchCombine(group->rank.peers, group->call, args, grid, on); });
 }

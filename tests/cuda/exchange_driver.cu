@@ -864,6 +864,8 @@ class CombineOperation : public Operation {
     args.slots = layout_.slots(rank);
     args.out = arrays.out.data();
     args.pick_words = arrays.pick_words.data<uint32_t>();
+    const int pieces = CombinePieces(int64_t{held_.hidden} * BytesOf(held_.element));
+    args.together = num_sms_ % 2 == 0 ? 1 : pieces % 2 == 0 && num_sms_ % 3 == 0 ? pieces / 2 : pieces;
     return LaunchCombine(group_.of_rank[rank], call, args, {num_sms_, num_sms_ % 4 == 0}, group_.stream[rank]);
   }
 
