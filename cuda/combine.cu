@@ -570,7 +570,7 @@ int CombineSms(int device_sms) { return std::max(1, device_sms * 3 / 4); }
 int CombinePieces(int64_t row_bytes) { return PiecesOf(static_cast<int>(row_bytes)); }
 
 int CombineTogether(int64_t tokens, int64_t row_bytes, int num_sms) {
-  constexpr int kLeastTurns = 16;  // of a warp, so that all end at about the same time
+  constexpr int kLeastTurns = 8;  // of a warp, so that all end at about the same time
   const int pieces = CombinePieces(row_bytes);
   const int64_t most = tokens * pieces / (int64_t{kLeastTurns} * kCombineWarps * num_sms);
   int together = static_cast<int>(std::clamp<int64_t>(most, 1, pieces));
