@@ -572,6 +572,7 @@ int CombinePieces(int64_t row_bytes) { return PiecesOf(static_cast<int>(row_byte
 int CombineTogether(int64_t tokens, int64_t row_bytes, int num_sms) {
   constexpr int kLeastTurns = 8;  // of a warp, so that all end at about the same time
   const int pieces = CombinePieces(row_bytes);
+  if (num_sms > kFewSms) return 1;  // memory is busy then, and better so by rows in no order
   const int64_t most = tokens * pieces / (int64_t{kLeastTurns} * kCombineWarps * num_sms);
   int together = static_cast<int>(std::clamp<int64_t>(most, 1, pieces));
   while (pieces % together != 0) --together;

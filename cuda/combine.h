@@ -34,7 +34,7 @@ struct CombineArgs {
 int CombineSms(int device_sms);
 
 // In how many pieces a token is summed, and how many of them are best taken at once by so many SMs: with each taking a
-// warp waits for the queue and for what it reads of the token, so as many as leave all warps enough turns.
+// warp waits for the queue and for what it reads of the token, so on few SMs as many as leave all warps enough turns.
 int CombinePieces(int64_t row_bytes);
 int CombineTogether(int64_t tokens, int64_t row_bytes, int num_sms);
 

@@ -12,7 +12,8 @@ struct Grid {
   bool in_bulk = false;   // whether a dispatch that only copies does so by bulk copies: for few SMs
 };
 
-// Up to so many, a dispatch by bulk copies is the faster one (docs/kernels.md).
+// Up to so many, a dispatch is faster by bulk copies, and a combine that takes several pieces at once
+// (docs/kernels.md).
 inline constexpr int kFewSms = 32;
 
 // What a dispatch or a combine takes between start and done where nobody says how many SMs: as many as keep up with the
