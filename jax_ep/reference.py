@@ -172,7 +172,7 @@ def _invert(slots: jax.Array, capacity: int) -> jax.Array:
 def _take(values: jax.Array, where: jax.Array) -> jax.Array:
     """`values[where]` along the first axis, +0 where `where` is -1 (selected, so that NaN cannot leak)."""
     if values.shape[0] == 0:
-        return jnp.zeros(where.shape + values.shape[1:], values.dtype)
+        return _varying_like(jnp.zeros(where.shape + values.shape[1:], values.dtype), (values, where))
     picked = jnp.take(values, jnp.maximum(where, 0), axis=0, mode="clip")
     return jnp.where((where >= 0).reshape(where.shape + (1,) * (values.ndim - 1)), picked, jnp.zeros((), values.dtype))
 

@@ -303,3 +303,25 @@ def test_donated_inputs():
         arguments = world.put(mesh, "ep", (x, index, weights))
         assert_equal_trees(f(*arguments), OPERATIONS[0].dense(1, x, index, weights))
         assert arguments[0].is_deleted()
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "no check_vma"])
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
+@pytest.mark.parametrize("nothing", ["tokens", "rows"])
+def test_nothing_has_a_gradient_of_nothing(nothing, weighted, check_vma):
+    """Tokens that take no part, and tokens none of which gets a row, have gradients of zero."""
+    x, index, weights = point()
+    mesh = world.mesh(RANKS)
+    operation = Operation(capacity=None if nothing == "tokens" else 0, weighted=weighted)
+    taken = 0 if nothing == "tokens" else TOKENS
+    with make_group(mesh, operation) as group:
+
+        def inside(x, index, weights):  # the gradient, too: shard_map of arrays without elements can crash XLA
+            def out(x, weights):
+                return operation.parallel(group, *(array[:taken] for array in (x, index, weights)))
+
+            return grad(out)(x, weights)
+
+        f = jax.shard_map(inside, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=check_vma)
+        got = jax.jit(f)(*world.put(mesh, "ep", (x, index, weights)))
+        assert_equal_trees(got, (np.zeros_like(x), np.zeros_like(weights)))
