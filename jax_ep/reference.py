@@ -122,6 +122,9 @@ def combine_weights(handle: Handle, weights: jax.Array) -> jax.Array:
 
 def _partial_sums(handle: Handle, y: jax.Array, weights: jax.Array | None) -> jax.Array:
     """What this rank's rows add to each token of each rank, [R, T, H], rounded to y's dtype."""
+    if y.shape[0] == 0:  # XLA's Shardy can crash on arrays without elements in a loop (jaxlib 0.11)
+        nothing = jnp.zeros((*handle.slots.shape[:2], *y.shape[1:]), y.dtype)
+        return _varying_like(nothing, (handle.slots, y, weights))
 
     def of_rank(slots: jax.Array) -> jax.Array:
         """The sums for one source rank's tokens, by their slots [T, K]: so the fp32 sums take only T·H."""
