@@ -112,3 +112,10 @@ def pytest_runtest_makereport(
 def cpus() -> list[jax.Device]:
     """The CPU devices, also where the default backend is another one."""
     return jax.devices("cpu")
+
+
+@pytest.fixture
+def on_cpus(request: pytest.FixtureRequest) -> None:
+    """For benchmarks, which take the default devices."""
+    if jax.default_backend() != "cpu" and not request.node.get_closest_marker("gpu"):
+        pytest.skip(f"the benchmark takes the default devices, and those are {jax.default_backend()}s here")

@@ -15,14 +15,10 @@ from jax_ep.bench import overlap, overlap_plot, plot, record, timeline, timeline
 from jax_ep.bench.timeline import Kernel, Timeline
 from jax_ep.bench.workload import Sizes, Workload
 
+pytestmark = pytest.mark.usefixtures("on_cpus")
+
 SIZES = Sizes(tokens=6, hidden=8, num_experts=16, top_k=3)
 SMALL = ["bench", "overlap", "--tokens", "8", "--hidden", "16", "--experts", "8", "--top-k", "2", "--runs", "1"]
-
-
-@pytest.fixture(autouse=True)
-def on_cpus(request: pytest.FixtureRequest) -> None:
-    if jax.default_backend() != "cpu" and not request.node.get_closest_marker("gpu"):
-        pytest.skip(f"the benchmark takes the default devices, and those are {jax.default_backend()}s here")
 
 
 @pytest.fixture(scope="module")

@@ -22,16 +22,12 @@ from jax_ep.bench import peers, ragged, record, throughput, timing
 from jax_ep.bench.record import Result
 from jax_ep.bench.workload import Sizes, Workload, draw_index
 
+pytestmark = pytest.mark.usefixtures("on_cpus")
+
 SIZES = Sizes(tokens=6, hidden=8, num_experts=16, top_k=3, routing="zipf")
 SMALL = ["bench", "throughput", "--tokens", "8", "--hidden", "16", "--experts", "8", "--top-k", "2", "--runs", "1"]
 OPS, ROW_ORDERS = ("dispatch", "combine"), ("expert", "rank")
 WHOLE = (*peers.WHOLE, *peers.RAGGED)
-
-
-@pytest.fixture(autouse=True)
-def on_cpus(request: pytest.FixtureRequest) -> None:
-    if jax.default_backend() != "cpu" and not request.node.get_closest_marker("gpu"):
-        pytest.skip(f"the benchmark takes the default devices, and those are {jax.default_backend()}s here")
 
 
 @pytest.fixture(scope="module")
