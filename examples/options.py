@@ -51,7 +51,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
         model,
         "--grouped-matmul",
         ("ragged", "tiled"),
-        "tiled, for small experts on GPUs, wants many bytes: room is in tiles of 128",
+        "tiled, for GPUs, wants many bytes: room is in tiles of 128",
     )
     _choice(model, "--dtype", ("float32", "bfloat16"), "to compute in; weights are float32")
 
