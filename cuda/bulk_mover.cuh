@@ -45,7 +45,8 @@ class BulkMover {
   // must have been seen by this thread, and CopiesSeeWhatISee called since.
   __device__ void Move(const char* from, uint32_t place, uint32_t bytes) {
     const int slot = started_ % slots_;
-    // At most slots - 2 pieces are in the ring and unsent, so the copies out of this slot are the last but one at least.
+    // At most slots - 2 pieces are in the ring and unsent, so the copies out of this slot are the last but one at
+    // least.
     AwaitCopiesOutRead<1>();
     __syncwarp();
     ring_->place[slot][lane_] = place;
