@@ -17,7 +17,6 @@ import tiled  # noqa: E402
 
 SIZES = np.array([256, 0, 128, 384], np.int32)  # of 1024 rows: the last two tiles are nobody's
 OF_ROW = np.repeat(np.arange(len(SIZES)), SIZES)
-USED = len(OF_ROW)
 BOUND = {"float32": 1e-5, "bfloat16": 1e-2}  # of the largest
 WIDTHS = [(32, 64), (48, 16), (256, 512)]
 
